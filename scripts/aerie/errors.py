@@ -1,0 +1,39 @@
+"""Errors the user can mend, and the one place where a script turns them into an exit code."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from typing import Callable, NoReturn
+
+EXIT_USER = 2  # what the user can mend: config, paths, disk, port
+EXIT_FAILED = 1  # a check did not pass
+EXIT_INTERRUPTED = 130
+
+
+class UserError(Exception):
+    """What is wrong, the value, where it stands, what to do: one sentence, no traceback, exit code 2."""
+
+
+def run_main(main: Callable[[], int | None]) -> NoReturn:
+    """Run a script's main() and exit; UserError and a full disk become one line on stderr and exit code 2."""
+    try:
+        code = main() or 0
+        sys.stdout.flush()
+    except UserError as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        code = EXIT_USER
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = EXIT_INTERRUPTED
+    except BrokenPipeError:  # `script | head`: not an error, but stdout can no longer be flushed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except OSError as exc:
+        if exc.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = exc.filename or "the output folder"
+        print(f"error: no space left on the device while writing {where}; free some space and run the same command again", file=sys.stderr)
+        code = EXIT_USER
+    sys.exit(code)

