@@ -1,0 +1,125 @@
+"""The steps of a run in their order, each a script of its own; what is done and unchanged is not done again.
+
+A step is done when runs/<run>/steps.json holds its fingerprint: the config sections it reads, its input files, and the report of the step before.
+So `make all` after a crash or a reboot goes on where it stopped, and a change of a section redoes that step and what follows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from .config import Config
+from .errors import UserError
+from .paths import ROOT, resolve_input
+from .report import write_json
+from .servers import MODES, Server
+
+SCRIPTS = ROOT / "scripts"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: its script, the config sections it reads, the report it leaves in the run's folder."""
+
+    name: str
+    script: str
+    sections: tuple[str, ...]
+    report: str  # below runs/<run>/; "" when the step leaves none and is repeated each time
+    needs: str = ""  # the server it works against: extraction, or none
+    flags: tuple[str, ...] = ()
+
+
+STEPS = (
+    Step("data", "02a_prepare_data.py", ("target", "data"), "data/report.json", needs="extraction"),
+    Step("extract", "02b_extract_hidden_states_sglang.py", ("target", "extract"), "store/report.json", needs="extraction"),
+    Step("train", "03_train.py", ("target", "draft", "train"), "drafter/report.json"),
+    Step("check", "check_drafter.py", (), ""),
+    Step("serve", "04_serve.sh", (), "", flags=("--background",)),
+    Step("bench", "05_benchmark.py", ("target", "serve", "bench"), "bench/report.json"),
+)
+
+
+def script_command(config: Config, overrides: list[str], script: str, flags: tuple[str, ...] = ()) -> list[str]:
+    """The command of one script for this config; shell scripts take CONFIG as their first word."""
+    common = ["--run", config.run.name, *(word for text in overrides for word in ("--set", text))]
+    if script.endswith(".sh"):
+        return [str(SCRIPTS / script), str(config.path), *common, *flags]
+    return [sys.executable, str(SCRIPTS / script), "--config", str(config.path), *common, *flags]
+
+
+def call(command: list[str], what: str) -> None:
+    """Run one script; its failure ends the pipeline with its own exit code, its own words stand above."""
+    code = subprocess.run(command, env=os.environ | {"PY": sys.executable}, check=False).returncode
+    if code:
+        print(f"{what} ended with exit code {code}; mend what it says above, then run the same command again: it goes on from here", file=sys.stderr)
+        raise SystemExit(code)
+
+
+def stop_servers(config: Config, modes: tuple[str, ...] = MODES) -> None:
+    """End this run's servers of these modes, if they run."""
+    for mode in modes:
+        if server := Server.find(config, mode):
+            server.stop()
+
+
+class Pipeline:
+    """Runs steps of one config and remembers which are done."""
+
+    def __init__(self, config: Config, overrides: list[str]):
+        self.config, self.overrides = config, overrides
+        self.marker = config.run.root / "steps.json"
+
+    def _done(self) -> dict[str, str]:
+        try:
+            return json.loads(self.marker.read_text())
+        except FileNotFoundError:
+            return {}
+        except json.JSONDecodeError:
+            raise UserError(f"{self.marker} is not valid JSON; remove it to redo every step that has changed") from None
+
+    def fingerprint(self, step: Step) -> str:
+        """What the step's result depends on: config sections, input files by size and time, the report of the step before."""
+        sections = self.config.as_dict()
+        parts = [json.dumps({name: sections[name] for name in step.sections}, sort_keys=True, default=str)]
+        if step.name == "data":
+            for name in self.config.data.inputs:
+                path = resolve_input(name)
+                parts.append(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else 'missing'}")
+        earlier = [other for other in STEPS[: STEPS.index(step)] if other.report]
+        if earlier:
+            report = self.config.run.root / earlier[-1].report
+            parts.append(hashlib.sha256(report.read_bytes()).hexdigest() if report.is_file() else "missing")
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+    def is_done(self, step: Step) -> bool:
+        """Whether the step's result is there and nothing it depends on has changed."""
+        return bool(step.report) and (self.config.run.root / step.report).is_file() and self._done().get(step.name) == self.fingerprint(step)
+
+    def run(self, names: list[str] | None = None) -> dict[str, float]:
+        """Run the steps (all when `names` is None); returns seconds by step, 0 for one that was done."""
+        seconds: dict[str, float] = {}
+        steps = [step for step in STEPS if names is None or step.name in names]
+        for number, step in enumerate(steps, 1):
+            later_done = step.name in ("check", "serve") and self.is_done(STEPS[-1])
+            if self.is_done(step) or later_done:
+                print(f"== {number}/{len(steps)} {step.name}: already done", flush=True)
+                seconds[step.name] = 0.0
+                continue
+            print(f"== {number}/{len(steps)} {step.name}", flush=True)
+            start = time.monotonic()
+            if step.needs and not (step.name == "extract" and self.config.server.urls):
+                call(script_command(self.config, self.overrides, "01_launch_server.sh", ("--background",)), "the extraction server")
+            if step.name == "train" and self.config.train.stop_server:
+                stop_servers(self.config)
+            call(script_command(self.config, self.overrides, step.script, step.flags), f"step {step.name}")
+            seconds[step.name] = time.monotonic() - start
+            if step.report:
+                write_json(self.marker, self._done() | {step.name: self.fingerprint(step)})
+        return seconds

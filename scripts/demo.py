@@ -1,0 +1,58 @@
+#!/usr/bin/env python3
+"""The whole way once on SmolLM2-135M-Instruct: answers, hidden states, drafter, serving, benchmark. Needs no GPU and no network; ends with a short table."""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from aerie.config import DEFAULT_CONFIG, load_config
+from aerie.errors import run_main
+from aerie.pipeline import Pipeline, call, script_command, stop_servers
+from aerie.servers import has_gpu
+
+
+def print_table(report: dict, seconds: float) -> None:
+    """The numbers a newcomer looks for, from bench/report.json."""
+    lossless = report["lossless"]
+    rows = [
+        ("samples, tokens", f"{report['samples']:,}, {report['tokens']:,}"),
+        ("extraction", f"{report['extract_tok_s']:,.0f} tok/s"),
+        ("training", f"{report['train_tok_s']:,.0f} tok/s"),
+        ("accept length, predicted in training", f"{report['predicted_accept_length']:.3f} tokens a verification"),
+        ("accept length, served", f"{report['accept_length']:.3f} tokens a verification"),
+        ("texts compared, equal, near ties", f"{lossless['compared']}, {lossless['equal']}, {lossless['near_ties']}"),
+        ("without the drafter", f"{report['baseline_tok_s']:,.1f} tok/s"),
+        ("with the drafter", f"{report['speculative_tok_s']:,.1f} tok/s ({report['speculative_tok_s'] / report['baseline_tok_s']:.2f}x)"),
+        ("the whole way", f"{seconds / 60:.1f} minutes"),
+    ]
+    width = max(len(name) for name, _ in rows)
+    print()
+    for name, value in rows:
+        print(f"  {name:<{width}}  {value}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run", default="demo", help="name of the run (default: %(default)s); an earlier run's finished steps are not repeated")
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override one key of the config")
+    args = parser.parse_args()
+    config = load_config(DEFAULT_CONFIG, args.run, args.overrides)
+    where = "the GPU" if has_gpu() else "the CPU"
+    print(f"Aerie's demo: {config.path.name} on {where}; everything it makes lies in {config.run.root}", flush=True)
+    start = time.monotonic()
+    call(script_command(config, args.overrides, "prepare_target.py"), "preparing the target")
+    try:
+        seconds = Pipeline(config, args.overrides).run()
+    finally:
+        stop_servers(config)
+    print_table(json.loads((config.run.bench / "report.json").read_text()), time.monotonic() - start)
+    print(f"\n  by step: {', '.join(f'{name} {value:.0f} s' for name, value in seconds.items())}")
+    print(f"  report: {config.run.bench / 'report.json'}")
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,32 @@
+#!/usr/bin/env python3
+"""data -> extract -> train -> check -> serve -> bench for one config. Each step goes on where it stopped, also after a reboot; what is done is not done again."""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from aerie.config import add_config_arguments, config_from_args
+from aerie.errors import run_main
+from aerie.pipeline import STEPS, Pipeline, call, script_command, stop_servers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_config_arguments(parser)
+    parser.add_argument("--steps", nargs="+", choices=[step.name for step in STEPS], help="only these steps (default: all)")
+    parser.add_argument("--stop", action="store_true", help="end the run's servers afterwards")
+    args = parser.parse_args()
+    config = config_from_args(args)
+    call(script_command(config, args.overrides, "prepare_target.py"), "preparing the target")
+    try:
+        seconds = Pipeline(config, args.overrides).run(args.steps)
+    finally:
+        if args.stop:
+            stop_servers(config)
+    print("seconds by step: " + ", ".join(f"{name} {value:.0f}" for name, value in seconds.items()))
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,70 @@
+"""The config loader knows every key; each error names file, key, value and what to write instead."""
+
+import pytest
+from aerie.config import load_config
+from aerie.errors import UserError
+from aerie.paths import CONFIGS
+
+MINIMAL = '[target]\nmodel_path = "runs/models/x"\naux_layer_ids = [1, 2, 3]\n'
+
+
+def write(tmp_path, text):
+    path = tmp_path / "c.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_every_config_in_the_repository_loads():
+    names = [path.stem for path in CONFIGS.glob("*.toml")]
+    assert "smollm2-135m" in names
+    for name in names:
+        assert load_config(name).run.name == name
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (MINIMAL + "[trian]\nlr = 1.0\n", ["trian", "'train'"]),
+        (MINIMAL + "[train]\nlearning_rate = 1.0\n", ["train.learning_rate", "1.0"]),
+        (MINIMAL + "[train]\nepoch = 2\n", ["train.epoch", "'epochs'"]),
+        (MINIMAL + '[train]\nlr = "fast"\n', ["train.lr", "'fast'", "float", "str"]),
+        (MINIMAL + "[train]\nepochs = 1.5\n", ["train.epochs", "1.5", "int"]),
+        (MINIMAL + "[train]\nepochs = true\n", ["train.epochs", "int", "bool"]),
+        (MINIMAL + "[train]\nepochs = 0\n", ["train.epochs", "greater than 0"]),
+        (MINIMAL + "[train]\nlr = nan\n", ["train.lr", "nan"]),
+        (MINIMAL + "[server]\nport = 70000\n", ["server.port", "70000"]),
+        (MINIMAL + '[extract]\ndtype = "fp4"\n', ["extract.dtype", "fp4", "fp8"]),
+        (MINIMAL + "[server]\nurls = [1]\n", ["server.urls", "list[str]"]),
+        ('[target]\nmodel_path = "x"\n', ["target.aux_layer_ids", "missing"]),
+        ('[target]\nmodel_path = "x"\naux_layer_ids = [3, 2, 1]\n', ["aux_layer_ids", "rising"]),
+        ("[train]\nlr = 1.0\n", ["[target]", "missing"]),
+        ("train = 3\n" + MINIMAL, ["[train]", "table"]),
+        ("[target\n", ["TOML"]),
+    ],
+)
+def test_errors_name_file_key_and_value(tmp_path, text, words):
+    path = write(tmp_path, text)
+    with pytest.raises(UserError) as error:
+        load_config(path)
+    for word in [path, *words]:
+        assert word in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_overrides(tmp_path):
+    path = write(tmp_path, MINIMAL)
+    config = load_config(path, "r1", ["train.lr=5e-5", "server.args.tp-size=8", "draft.init=random", 'server.urls=["http://a"]'])
+    assert config.train.lr == 5e-5 and config.server.args == {"tp-size": 8} and config.draft.init == "random" and config.server.urls == ["http://a"]
+    assert config.run.name == "r1" and config.name == "c"
+    for bad in ("train.lr", "lr=3", "train.lrr=3", "train.lr=abc", "nosection.x=1"):
+        with pytest.raises(UserError):
+            load_config(path, overrides=[bad])
+
+
+def test_missing_files_and_names(tmp_path):
+    with pytest.raises(UserError, match="smollm2-135m"):
+        load_config("smollm2-135")
+    with pytest.raises(UserError, match="does not exist"):
+        load_config(str(tmp_path / "none.toml"))
+    with pytest.raises(UserError, match="run name"):
+        load_config("smollm2-135m", "../x")
