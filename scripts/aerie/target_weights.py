@@ -6,7 +6,6 @@ Names seen: plain (`model.embed_tokens.weight`, `lm_head.weight`), vision-langua
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from .errors import UserError
+from .identity import read_model_config, text_config
 
 BASES = ("model.", "language_model.model.", "model.language_model.", "language_model.", "")
 HEADS = ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight", "model.language_model.lm_head.weight")
@@ -26,23 +26,13 @@ class TargetWeights:
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
-        config_path = self.folder / "config.json"
-        if not config_path.is_file():
+        if not (self.folder / "config.json").is_file():
             raise UserError(f"{self.folder} is not a model folder on this machine (no config.json); set target.model_path to one, or make it with `make target`")
-        try:
-            self.raw_config: dict[str, Any] = json.loads(config_path.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as exc:
-            raise UserError(f"{config_path} is not valid JSON ({exc}); download the model again") from None
+        self.raw_config: dict[str, Any] = read_model_config(self.folder)
         # Vision-language targets keep the language model's numbers one level down.
-        self.config: dict[str, Any] = {**self.raw_config, **(self.raw_config.get("text_config") or {})}
+        self.config: dict[str, Any] = {**self.raw_config, **text_config(self.raw_config)}
         self.files = self._find_files()
         self.base = self._find_base()
-
-    @property
-    def model_hash(self) -> str:
-        """First 16 hex digits of sha256 over config.json as parsed: what stores and drafters are compared by."""
-        text = json.dumps(self.raw_config, sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
     def tied(self) -> bool:
