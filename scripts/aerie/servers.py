@@ -18,9 +18,12 @@ import requests
 
 from .config import Config
 from .errors import UserError
+from .paths import ROOT
 from .report import write_json
 
 MODES = ("extraction", "serving", "baseline")  # capture on / target + drafter / target alone
+
+CPU_PLATFORM = ROOT / "patches" / "cpu_platform"
 
 # What keeps a CPU server small: with SGLang's defaults a 135 M model takes 19 GB. A config's cpu_args override these.
 CPU_ARGS: dict[str, Any] = {
@@ -111,6 +114,8 @@ def server_env(config: Config, mode: str) -> dict[str, str]:
         env["SGLANG_HS_DUMP_LAYER_IDS"] = ",".join(map(str, config.target.aux_layer_ids))
     if not has_gpu():
         env.setdefault("AERIE_CPU_PLATFORM", "1")
+        env["AERIE_ROOT"] = str(ROOT)  # this checkout's plugin and references, also where several checkouts share a venv
+        env["PYTHONPATH"] = os.pathsep.join([str(CPU_PLATFORM), *filter(None, [env.get("PYTHONPATH", os.environ.get("PYTHONPATH"))])])
     return env
 
 

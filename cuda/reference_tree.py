@@ -1,0 +1,1 @@
+"""Plain-PyTorch references for the speculative tree: build and greedy verification, as SGLang's own kernels do them."""
