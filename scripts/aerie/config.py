@@ -156,6 +156,22 @@ class Bench:
 
 
 @dataclass
+class Plan:
+    """The machine and the amounts that `make plan` reckons with where it cannot look them up. Rates are tokens a second over all GPUs; 0: unknown, hours are not printed."""
+
+    shape: str = ""  # configs/shapes/NAME.json: used while the target's own folder is not there
+    gpus: int = 0  # the machine this config was written for; 0: one
+    gpu_gib: float = 0.0  # memory a GPU as the driver gives it to a process
+    samples: int = 0  # until data/report.json says
+    tokens_per_sample: float = 2350.0
+    supervised: float = 0.5  # share of tokens that are the assistant's, until data/report.json says
+    decode_tok_s: float = 0.0  # the target writing answers, all requests together
+    prefill_tok_s: float = 0.0  # extraction
+    train_tok_s: float = 0.0
+    rates_from: str = ""  # where these rates come from
+
+
+@dataclass
 class Config:
     """A whole config, with where it came from and which run it serves."""
 
@@ -167,6 +183,7 @@ class Config:
     train: Train = field(default_factory=Train)
     serve: Serve = field(default_factory=Serve)
     bench: Bench = field(default_factory=Bench)
+    plan: Plan = field(default_factory=Plan)
     path: Path = Path()
     run: RunPaths = field(default_factory=lambda: RunPaths("default"))
 
@@ -187,7 +204,7 @@ class Config:
 
 SECTIONS: dict[str, type] = {
     "target": Target, "server": Server, "data": Data, "extract": Extract,
-    "draft": Draft, "train": Train, "serve": Serve, "bench": Bench,
+    "draft": Draft, "train": Train, "serve": Serve, "bench": Bench, "plan": Plan,
 }  # fmt: skip
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -284,7 +301,7 @@ def config_path(name_or_path: str) -> Path:
 
 
 def load_config(name_or_path: str = DEFAULT_CONFIG, run: str = "", overrides: typing.Sequence[str] = ()) -> Config:
-    """Read a config; `overrides` are 'section.key=value' texts, `run` names the run (default: the config's name).
+    """Read a config; `overrides` are 'section.key=value' texts, `run` names the run (default: the config's name, with _ for a dot).
 
     Raises UserError naming file, key and value for anything unknown, missing or of a wrong type.
     """
@@ -323,7 +340,7 @@ def load_config(name_or_path: str = DEFAULT_CONFIG, run: str = "", overrides: ty
         if item.default is dataclasses.MISSING and item.name not in built["target"]:
             raise UserError(f"{path}: target.{item.name} is missing")
     sections = {name: SECTIONS[name](**table) for name, table in built.items()}
-    return Config(**sections, path=path, run=RunPaths(run or path.stem))
+    return Config(**sections, path=path, run=RunPaths(run or path.stem.replace(".", "_")))
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, positional: bool = False) -> None:
