@@ -19,7 +19,7 @@ from .config import Config
 from .errors import UserError
 from .paths import ROOT, resolve_input
 from .report import write_json
-from .servers import MODES, Server
+from .servers import MODES, stop_mode
 
 SCRIPTS = ROOT / "scripts"
 
@@ -65,8 +65,7 @@ def call(command: list[str], what: str) -> None:
 def stop_servers(config: Config, modes: tuple[str, ...] = MODES) -> None:
     """End this run's servers of these modes, if they run."""
     for mode in modes:
-        if server := Server.find(config, mode):
-            server.stop()
+        stop_mode(config, mode)
 
 
 class Pipeline:

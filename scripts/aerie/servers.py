@@ -135,12 +135,17 @@ def port_is_free(host: str, port: int) -> bool:
     return True
 
 
-def _start_ticks(pid: int) -> int:
+def start_ticks(pid: int) -> int:
     """When the process started, in clock ticks since boot; 0 when it is gone. Tells a process from a later one with its number."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (FileNotFoundError, ProcessLookupError, IndexError):
         return 0
+
+
+def process_is(pid: int, ticks: int) -> bool:
+    """Whether the process with this number is still the one that started at `ticks`."""
+    return bool(ticks) and start_ticks(pid) == ticks
 
 
 def _group_alive(pgid: int) -> bool:
@@ -166,6 +171,45 @@ def end_group(pgid: int, patience_s: float = 20.0) -> None:
             if not _group_alive(pgid):
                 return
             time.sleep(0.1)
+
+
+def watcher_path(config: Config, mode: str) -> Path:
+    """Record of the process that starts the server of `mode` again when it dies."""
+    return config.run.root / f"{mode}-watcher.json"
+
+
+def watcher_record(config: Config, mode: str) -> dict[str, Any] | None:
+    """The record of a watcher that lives, else None."""
+    try:
+        record = json.loads(watcher_path(config, mode).read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    return record if process_is(record["pid"], record["start_ticks"]) else None
+
+
+def end_watcher(config: Config, mode: str, patience_s: float = 40.0) -> bool:
+    """End the watcher of `mode`, which ends its server first; nothing when there is none or it is this process. Whether there was one."""
+    record = watcher_record(config, mode)
+    if record is None or record["pid"] == os.getpid():
+        return False
+    try:
+        os.kill(record["pid"], signal.SIGTERM)
+    except ProcessLookupError:
+        pass
+    deadline = time.monotonic() + patience_s
+    while process_is(record["pid"], record["start_ticks"]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    watcher_path(config, mode).unlink(missing_ok=True)
+    return True
+
+
+def stop_mode(config: Config, mode: str) -> bool:
+    """End this run's server of `mode` and its watcher; whether there was anything to end."""
+    watched = end_watcher(config, mode)
+    server = Server.find(config, mode)
+    if server:
+        server.stop()
+    return watched or server is not None
 
 
 class Server:
@@ -194,7 +238,7 @@ class Server:
             record = json.loads(path.read_text())
         except (FileNotFoundError, json.JSONDecodeError):
             return None
-        if not record.get("pid") or _start_ticks(record["pid"]) != record.get("start_ticks"):
+        if not record.get("pid") or start_ticks(record["pid"]) != record.get("start_ticks"):
             path.unlink(missing_ok=True)
             return None
         return cls(config, mode, None, record)
@@ -219,7 +263,7 @@ class Server:
                 env=os.environ | server_env(config, mode) | (extra_env or {}), start_new_session=True,
             )  # fmt: skip
         record = {
-            "pid": process.pid, "start_ticks": _start_ticks(process.pid), "mode": mode, "url": url_of(config, mode), "log": str(log),
+            "pid": process.pid, "start_ticks": start_ticks(process.pid), "mode": mode, "url": url_of(config, mode), "log": str(log),
             "command": argv, "model_path": config.model_path, "started": time.time(),
         }  # fmt: skip
         write_json(cls.record_path(config, mode), record)
@@ -229,7 +273,7 @@ class Server:
         """Whether the server's first process still runs."""
         if self.process is not None:
             return self.process.poll() is None
-        return _start_ticks(self.record["pid"]) == self.record["start_ticks"]
+        return start_ticks(self.record["pid"]) == self.record["start_ticks"]
 
     def healthy(self, timeout_s: float = 5.0) -> bool:
         """Whether it answers /health with 200 now."""
@@ -261,8 +305,9 @@ class Server:
         return (telling or lines or ["the log is empty"])[-1][-300:]
 
     def stop(self) -> None:
-        """End the server and all its children; does nothing when it is gone."""
-        if self.process is not None or _start_ticks(self.record["pid"]) in (self.record["start_ticks"], 0):
+        """End the server and all its children, and whoever would start it again; does nothing when it is gone."""
+        end_watcher(self.config, self.mode)
+        if self.process is not None or start_ticks(self.record["pid"]) in (self.record["start_ticks"], 0):
             end_group(self.record["pid"])
         if self.process is not None:
             self.process.wait()

@@ -1,0 +1,123 @@
+"""Requests to a running SGLang server: token ids in, token ids out, with what speculation says of each answer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Callable, Sequence
+
+import numpy as np
+import requests
+
+from .errors import UserError
+from .samples import Sample
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One request: the ids that the target's chat template made, and how many tokens to ask for."""
+
+    id: str
+    input_ids: list[int]
+    max_new_tokens: int
+    category: str = ""
+
+
+@dataclass
+class Answer:
+    """What came back for one prompt."""
+
+    prompt: Prompt
+    output_ids: list[int]
+    verifications: int  # target forward passes after prefill; 0 without a drafter
+    histogram: list[int]  # verifications by the number of draft tokens they accepted
+    seconds: float
+    first_token_s: float = 0.0  # streaming only
+    token_times: list[float] = field(default_factory=list)  # streaming only: arrival of each chunk, seconds since the request
+
+    @property
+    def drafted_tokens(self) -> int:
+        """Tokens that came out of verifications: all but the one that prefill gave."""
+        return max(len(self.output_ids) - 1, 0)
+
+
+def accept_length(answers: Sequence[Answer]) -> float | None:
+    """Tokens a verification, pooled over answers; prefill's own token is not counted. None without a verification.
+
+    SGLang's own spec_accept_length counts prefill's token too: 8 tokens in 7 verifications read 1.14 there with nothing accepted.
+    """
+    verifications = sum(answer.verifications for answer in answers)
+    return sum(answer.drafted_tokens for answer in answers) / verifications if verifications else None
+
+
+def accept_length_mean(answers: Sequence[Answer]) -> float | None:
+    """The mean over requests of their own accept lengths: weighs short answers as much as long ones."""
+    values = [answer.drafted_tokens / answer.verifications for answer in answers if answer.verifications]
+    return sum(values) / len(values) if values else None
+
+
+def spans(loss_mask: np.ndarray) -> list[tuple[int, int]]:
+    """The runs of supervised tokens, [start, end)."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], (loss_mask != 0).astype(np.int8), [0]])))
+    return [(int(start), int(end)) for start, end in zip(edges[::2], edges[1::2])]
+
+
+def prompts_of(sample: Sample, max_new_tokens: int) -> list[Prompt]:
+    """The requests that give a sample's answers again: everything before a supervised span, and as many tokens as the span has.
+
+    So serving decodes exactly the spans that training's walk drafts on.
+    """
+    return [
+        Prompt(f"{sample.id}.{number}", sample.input_ids[:start].tolist(), min(end - start, max_new_tokens), "heldout")
+        for number, (start, end) in enumerate(spans(sample.loss_mask)) if start > 0
+    ]  # fmt: skip
+
+
+def generate(url: str, prompt: Prompt, timeout_s: float = 600.0, session: requests.Session | None = None) -> Answer:
+    """One greedy answer from /generate. Raises requests' errors when the server is gone, UserError when it refuses the prompt."""
+    body = {"input_ids": prompt.input_ids, "sampling_params": {"temperature": 0.0, "max_new_tokens": prompt.max_new_tokens}}
+    start = time.monotonic()
+    reply = (session or requests).post(f"{url}/generate", json=body, timeout=timeout_s)
+    seconds = time.monotonic() - start
+    if reply.status_code != 200:
+        raise UserError(f"{url} refused prompt {prompt.id} ({len(prompt.input_ids)} tokens, {prompt.max_new_tokens} to come): {reply.status_code} {reply.text[:200]}")
+    data = reply.json()
+    meta = data["meta_info"]
+    return Answer(prompt, data["output_ids"], meta.get("spec_verify_ct", 0), meta.get("spec_correct_drafts_histogram") or [], seconds)
+
+
+def generate_all(
+    url: str, prompts: Sequence[Prompt], concurrency: int, timeout_s: float = 600.0, done: Callable[[Answer], None] | None = None,
+    one: Callable[..., Answer] = generate,
+) -> tuple[list[Answer], float]:  # fmt: skip
+    """Answers in the order of `prompts`, `concurrency` requests in flight; and the seconds it took. The first error ends it."""
+    local = threading.local()
+
+    def ask(prompt: Prompt) -> Answer:
+        if not hasattr(local, "session"):
+            local.session = requests.Session()
+        answer = one(url, prompt, timeout_s, local.session)
+        if done:
+            done(answer)
+        return answer
+
+    start = time.monotonic()
+    with ThreadPoolExecutor(max_workers=concurrency) as pool:
+        futures = [pool.submit(ask, prompt) for prompt in prompts]
+        try:
+            answers = [future.result() for future in futures]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return answers, time.monotonic() - start
+
+
+def next_token_margin(url: str, input_ids: list[int], timeout_s: float = 600.0) -> tuple[float, list[int]]:
+    """How far apart the two likeliest next tokens are, in log-probability, and which two they are: tells a near tie from a wrong text."""
+    body = {"input_ids": input_ids, "sampling_params": {"temperature": 0.0, "max_new_tokens": 1}, "return_logprob": True, "top_logprobs_num": 2}
+    reply = requests.post(f"{url}/generate", json=body, timeout=timeout_s)
+    reply.raise_for_status()
+    top = reply.json()["meta_info"]["output_top_logprobs"][0]
+    return abs(top[0][0] - top[1][0]), [top[0][1], top[1][1]]

@@ -1,0 +1,65 @@
+#!/usr/bin/env python3
+"""Check the drafter, serve target + drafter under SGLang's EAGLE3 speculation, warm up, and say whether it drafts as training predicted.
+
+Stays in the foreground and starts a dead server again (serve.max_restarts times); Ctrl-C ends the server and all its children. Logs: runs/<run>/logs.
+"""
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from aerie.config import Config, add_config_arguments, config_from_args
+from aerie.errors import run_main
+from aerie.servers import Server, stop_mode, watcher_path
+from aerie.serving import launch, record_watcher, refuse_bad_drafter, start_in_background, warm_up, watch
+
+
+def foreground(config: Config, mode: str) -> None:
+    """Check, launch, warm up, watch; the server ends with this process."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # so that `finally` runs
+    if mode == "serving":
+        refuse_bad_drafter(config)
+    record_watcher(config, mode, ready=False)
+    launched = False
+    try:
+        server = launch(config, mode)
+        launched = True
+        print(warm_up(config, server), flush=True)
+        print(f"ready on {server.url}; end it with Ctrl-C or --stop", flush=True)
+        record_watcher(config, mode, ready=True)
+        watch(config, server)
+    finally:
+        if launched and (running := Server.find(config, mode)):
+            running.stop()
+        watcher_path(config, mode).unlink(missing_ok=True)
+
+
+def main() -> int | None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_config_arguments(parser, positional=True)
+    parser.add_argument("--without-drafter", action="store_true", help="serve the target alone, on bench.baseline_port")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--background", action="store_true", help="return when the server is ready; a process of its own watches over it")
+    how.add_argument("--stop", action="store_true", help="end the server that --background started")
+    args = parser.parse_args()
+    config = config_from_args(args)
+    mode = "baseline" if args.without_drafter else "serving"
+    if args.stop:
+        modes = ["baseline"] if args.without_drafter else ["serving", "baseline"]
+        stopped = [each for each in modes if stop_mode(config, each)]
+        print(f"ended: {', '.join(stopped)}" if stopped else f"no {' or '.join(modes)} server of run {config.run.name} is running")
+        return 0
+    if (running := Server.find(config, mode)) and running.healthy():
+        print(f"the {mode} server of run {config.run.name} already runs on {running.url}")
+        return 0
+    if args.background:
+        words = [word for word in sys.argv[1:] if word != "--background"]
+        return start_in_background(config, mode, [sys.executable, str(Path(__file__).resolve()), *words])
+    return foreground(config, mode)
+
+
+if __name__ == "__main__":
+    run_main(main)
