@@ -1,0 +1,76 @@
+"""Finds and loads build/libaerie_drafter.so with ctypes and declares its C interface (src/aerie_drafter.h)."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+PATH = Path(__file__).resolve().parent / "build" / "libaerie_drafter.so"
+ABI = 1  # AERIE_ABI of src/aerie_drafter.h
+
+P, I, L, F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+SIGNATURES: dict[str, list] = {
+    # draft, draft stride, target, target stride, lse, top, weights, rows, N, M, Vd, renormalize, loss, match, accept, in_vocab, grad, grad stride, variant
+    "aerie_soft_target_ce": [P, L, P, L, P, P, P, P, L, L, L, I, P, P, P, P, P, L, I],
+    "aerie_scale_rows": [P, L, L, L, P],  # grad, stride, N, V, scale
+    "aerie_online_update": [P, L, L, L, L, P, P, P],  # chunk, stride, N, C, start, max, sum, argmax
+    # ids, ids are 64 bit, table, stride, V, state, stride, embed weight, state weight, weights are float32, N, H, eps, out
+    "aerie_drafter_input": [P, I, P, L, L, P, L, P, P, I, L, L, F, P],
+    # grad, stride, ids, 64 bit, table, stride, V, state, stride, two weights, float32, N, H, eps, d rows or null, d state, partial sums [blocks, 2, H], blocks
+    "aerie_drafter_input_backward": [P, L, P, I, P, L, L, P, L, P, P, I, L, L, F, P, P, P, I],
+    "aerie_draft_topk": [P, L, P, L, L, I, P, P],  # logits, stride, d2t, N, V, k, log-probabilities, ids
+    "aerie_quantize_rows_fp8": [P, L, L, L, P, P],  # x, stride, N, H, q, scale
+    "aerie_dequantize_rows_fp8": [P, L, P, L, L, P],  # q, stride, scale, N, H, out
+}
+
+
+def status() -> str:
+    """One line: loaded, or why the references run instead."""
+    if os.environ.get("AERIE_DRAFTER_OPS") == "reference":
+        return "AERIE_DRAFTER_OPS=reference: the references run"
+    if not torch.cuda.is_available():
+        return "no CUDA device: the references run"
+    if not PATH.is_file():
+        return f"{PATH} is missing (make cuda builds it): the references run"
+    return "loaded" if load() is not None else f"{PATH} does not fit this source or this GPU: build it again with make cuda; the references run"
+
+
+@functools.cache
+def load() -> ctypes.CDLL | None:
+    """The library, or None where there is none, no GPU, or it was built from another source or for other GPUs."""
+    if os.environ.get("AERIE_DRAFTER_OPS") == "reference" or not torch.cuda.is_available() or not PATH.is_file():
+        return None
+    library = ctypes.CDLL(str(PATH))
+    library.aerie_error.restype = ctypes.c_char_p
+    library.aerie_error.argtypes = [I]
+    if library.aerie_abi() != ABI or library.aerie_prepare() != 0:
+        return None
+    for name, arguments in SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes = [*arguments, P]  # the stream comes last
+        function.restype = I
+    return library
+
+
+def kernel_for(x: Tensor) -> ctypes.CDLL | None:
+    """The library if it has kernels for this tensor (bf16 or fp8, on a CUDA device), else None: then the reference runs."""
+    return load() if x.is_cuda and x.dtype in (torch.bfloat16, torch.float8_e4m3fn) else None
+
+
+def pointer(x: Tensor | None) -> int | None:
+    """Address of the first element, null for None."""
+    return None if x is None else x.data_ptr()
+
+
+def call(name: str, device: torch.device, *arguments: object) -> None:
+    """Launch on the device's current stream; a CUDA error becomes a RuntimeError that names the op."""
+    library = load()
+    with torch.cuda.device(device):
+        code = getattr(library, name)(*arguments, torch.cuda.current_stream(device).cuda_stream)
+    if code != 0:
+        raise RuntimeError(f"{name} failed on {device}: {library.aerie_error(code).decode()} (CUDA error {code})")
