@@ -1,130 +1,197 @@
-"""Read and check one dump of the server: `<rid>.safetensors`, or `<rid>.error` with a reason (format: patches/hidden_state_dump.py, which writes them).
+"""Read and check what the patched server writes: one safetensors file a request, or a `.error` that says why there is none.
 
-Tensors: input_ids [T] int32, aux_0 aux_1 ... [T, H], final [T, H]; as fp8 also aux_0_scale ... final_scale [T] float32. Nothing is copied: tensors are
-views of the mapped file.
+The format is that of patches/hidden_state_dump.py: input_ids [T] int32, aux_0 aux_1 ... [T, H] and final [T, H] in the model's dtype, or as fp8 rows
+(e4m3) with aux_0_scale ... final_scale [T] float32. A file that is there is whole: it appears by rename.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Sequence
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn}
-NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float8_e4m3fn: "fp8"}
-# Shifted left by one bit (the sign goes), every NaN or Inf is at least this. e4m3 has NaN alone: 0x7f.
+from .rid import Rid, parse_rid
+
+KIND, FORMAT = "aerie-dump", "1"
+DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float8_e4m3fn: "fp8"}
+# Shifted left by one bit (the sign goes), every NaN or Inf is at least this. e4m3 has NaN alone.
 NOT_FINITE = {torch.float32: (np.uint32, 0xFF000000), torch.bfloat16: (np.uint16, 0xFF00), torch.float16: (np.uint16, 0xF800), torch.float8_e4m3fn: (np.uint8, 0xFE)}
 CHUNK = 1 << 16  # values looked at in one go: stays in a core's cache
 
 
-class BadDump(Exception):
-    """A dump that must not reach the store; the text says why."""
+class DumpError(Exception):
+    """This request's dump is missing, broken or not what was asked for; the same sample may be asked for again under a new name."""
 
 
-@dataclass
-class Dump:
-    """One request's states as the server wrote them."""
+class Dump(NamedTuple):
+    """One request's states. The tensors are views of the mapped file (nothing is copied): keep them only as long as the file."""
 
     path: Path
     metadata: dict[str, str]
-    input_ids: np.ndarray  # [T] int32
-    aux: list[torch.Tensor]  # A tensors [T, H]
-    final: torch.Tensor  # [T, H]
-    aux_scale: torch.Tensor | None  # fp8: [T, A] float32
-    final_scale: torch.Tensor | None  # fp8: [T] float32
+    input_ids: torch.Tensor  # [T] int32
+    aux: list[torch.Tensor]  # one [T, H] a capture point
+    final: torch.Tensor  # [T, H], after the final norm
+    aux_scale: list[torch.Tensor]  # one [T] float32 a capture point for fp8 rows, else empty
+    final_scale: torch.Tensor | None  # [T] float32 for fp8 rows
 
     @property
-    def dtype(self) -> str:
-        """float32, bfloat16, float16 or fp8."""
-        return NAMES[self.final.dtype]
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        tensors = [self.input_ids, *self.aux, self.final, *self.aux_scale, *([] if self.final_scale is None else [self.final_scale])]
+        return sum(tensor.nbytes for tensor in tensors)
 
     def identity(self) -> dict[str, Any]:
-        """What the metadata says of the states: the keys of the store's manifest that the server knows."""
+        """What these states are, as the store's manifest says it: layers, width, dtype, how the model makes logits of `final`. Raises DumpError."""
         try:
             return {
                 "aux_layer_ids": json.loads(self.metadata["aux_layer_ids"]), "capture_points": json.loads(self.metadata["capture_points"]),
-                "hidden_size": int(self.final.shape[1]), "dtype": self.dtype, "logits": json.loads(self.metadata.get("logits", "{}")),
+                "hidden_size": int(self.final.shape[1]), "dtype": DTYPE_NAMES[self.final.dtype], "logits": json.loads(self.metadata["logits"]),
             }  # fmt: skip
-        except (KeyError, ValueError) as exc:
-            raise BadDump(f"its metadata lacks or garbles {exc}") from None
+        except (KeyError, json.JSONDecodeError) as exc:
+            raise DumpError(f"{self.path.name}: its metadata lacks or garbles {exc}") from None
+
+    def aux_float(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """[T, 3H]: the auxiliary states side by side, dequantised."""
+        scales = self.aux_scale or [None] * len(self.aux)
+        return torch.cat([dequantize_rows(state, scale, dtype) for state, scale in zip(self.aux, scales)], dim=-1)
+
+    def final_float(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """[T, H]: the states that the LM head reads, dequantised."""
+        return dequantize_rows(self.final, self.final_scale, dtype)
 
 
-def first_bad_row(states: torch.Tensor) -> int | None:
-    """The first row of [T, H] that holds a NaN or an Inf, or None. Reads each value once, at memory speed (torch.isfinite makes copies)."""
-    kind, limit = NOT_FINITE[states.dtype]
-    flat = states.reshape(-1).view(torch.uint8).numpy().view(kind)
+def dequantize_rows(rows: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """e4m3 [T, H] times its float32 scale [T]; without a scale only the dtype changes."""
+    return rows.to(dtype) if scale is None else (rows.float() * scale.unsqueeze(-1)).to(dtype)
+
+
+def dump_path(folder: Path, rid: Rid | str) -> Path:
+    """Where the server writes this request's states."""
+    return Path(folder) / f"{rid}.safetensors"
+
+
+def error_path(folder: Path, rid: Rid | str) -> Path:
+    """Where the server says why there are none."""
+    return Path(folder) / f"{rid}.error"
+
+
+def read_error(folder: Path, rid: Rid | str) -> str | None:
+    """The server's reason for dropping this dump, or None when it gave none."""
+    try:
+        text = error_path(folder, rid).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    try:
+        return str(json.loads(text)["reason"])
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return f"unreadable {error_path(folder, rid).name}: {text[:200]!r}"
+
+
+def wait_dump(folder: Path, rid: Rid | str, timeout_s: float = 30.0, poll_s: float = 0.005) -> Path:
+    """The dump's path once it is there. Raises DumpError with the server's reason, or after `timeout_s`.
+
+    The answer of /generate can come a moment before the file: rows are on their way to it while the first token is sampled.
+    """
+    path, deadline = dump_path(folder, rid), time.monotonic() + timeout_s
+    while not path.exists():
+        reason = read_error(folder, rid)
+        if reason is not None:
+            raise DumpError(reason)
+        if time.monotonic() > deadline:
+            raise DumpError(f"no dump after {timeout_s:g} s in {folder} (is capture on, and is this the folder of the server that answered?)")
+        time.sleep(poll_s)
+    return path
+
+
+def read_dump(path: Path) -> Dump:
+    """Map one dump. Raises DumpError when it is no dump of this format; looks at no value yet (see check_dump)."""
+    try:
+        file = safe_open(path, "pt")
+        metadata: dict[str, str] = file.metadata() or {}
+        if metadata.get("kind") != KIND or metadata.get("format") != FORMAT:
+            raise DumpError(f"{path.name} is no dump of format {FORMAT} (kind {metadata.get('kind')!r}, format {metadata.get('format')!r})")
+        points = len(json.loads(metadata["capture_points"]))
+        names = {*(f"aux_{index}" for index in range(points)), "final"}
+        scales = {f"{name}_scale" for name in names} if metadata["dtype"] == "fp8" else set()
+        if set(file.keys()) != {"input_ids", *names, *scales}:
+            raise DumpError(f"{path.name} holds {sorted(file.keys())}, not the states of {points} capture points ({metadata['dtype']})")
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    except FileNotFoundError:
+        raise DumpError(f"{path} does not exist") from None
+    except (SafetensorError, OSError, KeyError, json.JSONDecodeError) as exc:
+        raise DumpError(f"{path.name} is not a whole dump: {exc!r}") from None
+    rows = len(tensors["input_ids"])
+    aux = [tensors[f"aux_{index}"] for index in range(points)]
+    width, dtype = aux[0].shape[-1], tensors["final"].dtype
+    if tensors["input_ids"].dtype != torch.int32 or dtype not in DTYPE_NAMES or (dtype == torch.float8_e4m3fn) != bool(scales):
+        raise DumpError(f"{path.name}: input_ids are {tensors['input_ids'].dtype}, states {dtype}, and its metadata says {metadata['dtype']}")
+    for name in names:
+        if tensors[name].shape != (rows, width) or tensors[name].dtype != dtype:
+            raise DumpError(f"{path.name}: {name} is {tensors[name].dtype} {tuple(tensors[name].shape)}, not {dtype} {(rows, width)}")
+    for name in scales:
+        if tensors[name].shape != (rows,) or tensors[name].dtype != torch.float32:
+            raise DumpError(f"{path.name}: {name} is {tensors[name].dtype} {tuple(tensors[name].shape)}, not float32 {(rows,)}")
+    return Dump(
+        path, metadata, tensors["input_ids"], aux, tensors["final"],
+        [tensors[f"aux_{index}_scale"] for index in range(points)] if scales else [], tensors.get("final_scale"),
+    )  # fmt: skip
+
+
+def check_dump(dump: Dump, rid: Rid | str, input_ids: np.ndarray | Sequence[int] | torch.Tensor) -> None:
+    """Raise DumpError unless this is the whole dump of exactly this request: name, row count, every token id, every value finite."""
+    parsed = parse_rid(str(rid))
+    if dump.metadata.get("rid") != str(rid):
+        raise DumpError(f"the dump is of request {dump.metadata.get('rid')!r}, not {str(rid)!r}")
+    if dump.metadata.get("normed") != "true":
+        raise DumpError(f"final says normed={dump.metadata.get('normed')!r}; only states after the final norm can be used")
+    expected = torch.as_tensor(np.ascontiguousarray(input_ids, dtype=np.int32))
+    if len(dump.input_ids) != len(expected) or parsed is not None and parsed.tokens != len(expected):
+        raise DumpError(f"{len(dump.input_ids)} rows for {len(expected)} tokens")
+    wrong = (dump.input_ids != expected).nonzero()
+    if len(wrong):
+        row = int(wrong[0])
+        raise DumpError(f"row {row} is token {int(dump.input_ids[row])}, sent was {int(expected[row])} ({len(wrong)} rows differ)")
+    scales = dump.aux_scale or [None] * len(dump.aux)
+    for name, rows, scale in [*((f"aux_{index}", state, scales[index]) for index, state in enumerate(dump.aux)), ("final", dump.final, dump.final_scale)]:
+        row = first_bad_row(rows, scale)
+        if row is not None:
+            raise DumpError(f"{name} holds a value that is not finite in row {row} of {len(rows)}")
+
+
+def first_bad_row(rows: torch.Tensor, scale: torch.Tensor | None = None) -> int | None:
+    """The first row of [T, H] with a NaN or an infinity, or None. Reads each value once, at memory speed (torch.isfinite makes copies)."""
+    bad = []
+    if scale is not None and not bool(torch.isfinite(scale).all()):
+        bad.append(int((~torch.isfinite(scale)).nonzero()[0]))
+    kind, limit = NOT_FINITE[rows.dtype]
+    flat = rows.contiguous().view(-1).view(torch.uint8).numpy().view(kind)
     shifted = np.empty(min(CHUNK, len(flat)), kind)
     for start in range(0, len(flat), CHUNK):
         part = flat[start : start + CHUNK]
         found = np.left_shift(part, 1, out=shifted[: len(part)])
         if found.max() >= limit:
-            return (start + int(np.argmax(found >= limit))) // states.shape[1]
-    return None
+            bad.append((start + int(np.argmax(found >= limit))) // rows.shape[1])
+            break
+    return min(bad) if bad else None
 
 
-def read_dump(path: Path) -> Dump:
-    """Open a dump. Raises BadDump when it is not a whole file of the known form."""
-    try:
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-    except (SafetensorError, OSError) as exc:
-        raise BadDump(f"it is not a whole safetensors file ({exc})") from None
-    if metadata.get("kind") != "aerie-dump" or metadata.get("format") != "1":
-        raise BadDump(f"it says kind {metadata.get('kind')!r}, format {metadata.get('format')!r}, not 'aerie-dump', '1'")
-    layers = sum(name.startswith("aux_") and name[4:].isdigit() for name in tensors)
-    names = [*(f"aux_{index}" for index in range(layers)), "final"]
-    scales = [f"{name}_scale" for name in names] if tensors.get("final") is not None and tensors["final"].dtype == torch.float8_e4m3fn else []
-    if layers < 1 or set(tensors) != {"input_ids", *names, *scales}:
-        raise BadDump(f"it holds the tensors {', '.join(sorted(tensors))}")
-    final = tensors["final"]
-    rows = len(tensors["input_ids"])
-    if tensors["input_ids"].dtype != torch.int32 or final.dtype not in NAMES or final.dim() != 2:
-        raise BadDump(f"input_ids is {tensors['input_ids'].dtype}, final is {final.dtype} {list(final.shape)}")
-    for name in names:
-        if tensors[name].shape != (rows, final.shape[1]) or tensors[name].dtype != final.dtype:
-            raise BadDump(f"{name} is {tensors[name].dtype} {list(tensors[name].shape)}, not {final.dtype} {[rows, final.shape[1]]}")
-    for name in scales:
-        if tensors[name].shape != (rows,) or tensors[name].dtype != torch.float32:
-            raise BadDump(f"{name} is {tensors[name].dtype} {list(tensors[name].shape)}, not float32 {[rows]}")
-    aux_scale = torch.stack([tensors[name] for name in scales[:-1]], 1) if scales else None
-    return Dump(path, metadata, tensors["input_ids"].numpy(), [tensors[name] for name in names[:-1]], final, aux_scale, tensors["final_scale"] if scales else None)
+def remove_dump(folder: Path, rid: Rid | str) -> None:
+    """Delete what the server wrote for this request."""
+    dump_path(folder, rid).unlink(missing_ok=True)
+    error_path(folder, rid).unlink(missing_ok=True)
 
 
-def check_dump(dump: Dump, rid: str, input_ids: np.ndarray, identity: dict[str, Any] | None = None) -> None:
-    """Every check of the design: whose it is, row count, each token, each value finite, and (with `identity`) layers, width and dtype. Raises BadDump."""
-    if dump.metadata.get("rid") != rid:
-        raise BadDump(f"it is the dump of {dump.metadata.get('rid')!r}, not of {rid!r}")
-    if dump.metadata.get("normed") != "true":
-        raise BadDump(f"its final states say normed={dump.metadata.get('normed')!r}; only states after the final norm can be used")
-    if len(dump.input_ids) != len(input_ids):
-        raise BadDump(f"it has {len(dump.input_ids)} rows for {len(input_ids)} tokens")
-    if not np.array_equal(dump.input_ids, input_ids):
-        row = int(np.flatnonzero(dump.input_ids != input_ids)[0])
-        raise BadDump(f"row {row} is token {dump.input_ids[row]}, sent was {input_ids[row]}")
-    if identity is not None:
-        found = dump.identity()
-        differ = [f"{key} {found[key]} instead of {identity[key]}" for key in found if found[key] != identity[key]]
-        if differ:
-            raise BadDump(f"it holds other states: {', '.join(differ)}")
-    for name, states in [*((f"aux_{index}", plane) for index, plane in enumerate(dump.aux)), ("final", dump.final)]:
-        if (row := first_bad_row(states)) is not None:
-            raise BadDump(f"{name} holds a NaN or an Inf in row {row}")
-    for name, scale in (("aux scale", dump.aux_scale), ("final scale", dump.final_scale)):
-        if scale is not None and not bool(torch.isfinite(scale).all()):
-            row = int((~torch.isfinite(scale.reshape(len(scale), -1)).all(1)).nonzero()[0])
-            raise BadDump(f"{name} holds a NaN or an Inf in row {row}")
-
-
-def read_error(path: Path) -> str:
-    """The reason in a `.error` file."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        return str(content["reason"])
-    except (OSError, ValueError, KeyError, TypeError) as exc:
-        return f"the server gave up on it; {path.name} cannot be read ({exc})"
+def capture_info(folder: Path) -> list[dict[str, Any]]:
+    """What the servers that write into `folder` say of themselves, one a data-parallel rank: metadata of the dumps, pid, budget_bytes, counters."""
+    found = []
+    for path in sorted(Path(folder).glob("capture.*.json")):
+        try:
+            found.append(json.loads(path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            continue
+    return found
