@@ -76,7 +76,8 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
             raise UserError(f"reading {gguf.name} needs the package {package}, which is not installed in this Python; run make setup, or pip install -r requirements.txt")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is in the file; no hub is asked
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    import transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as transformers_logging
 
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -84,9 +85,9 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent))
     try:
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        model = AutoModelForCausalLM.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
-        )  # fmt: skip
+        # transformers 5.12 (SGLang 0.5.17) dequantizes without being asked and has no GgufConfig
+        dequantize = {"quantization_config": transformers.GgufConfig(dequantize=True)} if hasattr(transformers, "GgufConfig") else {}
+        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, **dequantize)
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         temporary.chmod(0o755)
