@@ -1,0 +1,304 @@
+"""What a run needs before it starts: memory a GPU by part, disk, hours; and the sentences that say what does not fit.
+
+Every number is computed from shapes and settings, none is looked up per model. What SGLang does is written as SGLang 0.5.23 does it
+(mem_cache/kv_cache_configurator.py: KV gets what is free after loading, less the share 1 - mem-fraction-static of what was free before).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from .config import Config
+from .errors import UserError
+from .samples import SampleFile
+from .shapes import FLOAT_BYTES, Shape
+
+GIB = 1 << 30
+CONTEXT_GIB = 0.6  # CUDA context, libraries; NCCL's buffers come on top with more than one GPU
+NCCL_GIB = 0.8
+DEFAULT_FRACTION_RESERVE_GIB = 10.0  # SGLang's own choice on cards above 60 GB when mem-fraction-static is not given (arg_groups/memory_hook.py)
+ALLOCATOR = 1.1  # caching allocators keep blocks of sizes no longer asked for
+ID_AND_MASK = 4 + 1  # bytes a row: input_ids int32, loss_mask uint8
+
+
+@dataclass(frozen=True)
+class Part:
+    """One line of the plan."""
+
+    name: str
+    bytes: float
+    how: str = ""
+
+
+@dataclass
+class Amounts:
+    """What goes through the pipeline."""
+
+    samples: int
+    tokens: float
+    final_rows: float  # rows whose `final` is kept: labels of supervised predictions
+    longest: int
+    source: str
+
+
+@dataclass
+class Plan:
+    """The answer: parts by phase, disk, hours, and what does not fit."""
+
+    gpus: int
+    gpu_bytes: float
+    phases: dict[str, list[Part]] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+    disk: list[Part] = field(default_factory=list)
+    hours: dict[str, float] = field(default_factory=dict)
+    refusals: list[str] = field(default_factory=list)
+
+    def total(self, phase: str) -> float:
+        return sum(part.bytes for part in self.phases[phase])
+
+
+def kept_final_rows(mask: Any, offsets: Any) -> int:
+    """Rows t+1 with loss_mask[t+1] and loss_mask[t+2] inside one sample: where extraction keeps `final` (mask [sum T], offsets [N+1])."""
+    pairs = (mask[:-1] > 0) & (mask[1:] > 0)
+    borders = offsets[1:-1] - 1
+    pairs[borders[(borders >= 0) & (borders < len(pairs))]] = False
+    starts = offsets[:-1]
+    pairs[starts[starts < len(pairs)]] = False  # a sample's first row is nobody's next token
+    return int(pairs.sum())
+
+
+def read_amounts(config: Config) -> Amounts:
+    """From the run's data where it is made, else from [plan]."""
+    files = [config.run.data / name for name in ("train.safetensors", "heldout.safetensors")]
+    if all(path.is_file() for path in files):
+        splits = [SampleFile(path) for path in files]
+        lengths = [(split.offsets[1:] - split.offsets[:-1]) for split in splits]
+        return Amounts(
+            sum(len(split) for split in splits), float(sum(int(split.offsets[-1]) for split in splits)),
+            float(sum(kept_final_rows(split.loss_mask, split.offsets) for split in splits)),
+            max((int(part.max()) for part in lengths if len(part)), default=0), "the run's data",
+        )  # fmt: skip
+    plan = config.plan
+    if not plan.samples:
+        raise UserError(f"{config.path}: plan.samples is 0 and the run has no data yet; say how many samples you mean to make: --set plan.samples=10000")
+    tokens = plan.samples * plan.tokens_per_sample
+    return Amounts(plan.samples, tokens, tokens * plan.supervised, config.data.max_tokens, "[plan]")
+
+
+def row_bytes(shape: Shape, num_aux: int, dtype: str, stored: str = "model") -> tuple[float, float]:
+    """Bytes of one row in a dump or the store: (ids, mask and auxiliary states, `final`)."""
+    if stored == "fp8":
+        return ID_AND_MASK + num_aux * (shape.hidden + 4), shape.hidden + 4
+    size = FLOAT_BYTES.get(dtype, 2)
+    return ID_AND_MASK + num_aux * shape.hidden * size, shape.hidden * size
+
+
+def dump_bytes(shape: Shape, num_aux: int, dtype: str, rows: int) -> float:
+    """One dump file: ids and every state of every row, without its header (a few KB)."""
+    return rows * (4 + (num_aux + 1) * shape.hidden * FLOAT_BYTES.get(dtype, 2))
+
+
+# --- the server ----------------------------------------------------------------------------------------------------------------------------
+
+
+def activation_bytes(shape: Shape, chunk: int, tp: int, size: int) -> float:
+    """Forward of one prefill chunk on one rank: residual stream and norms, the widest layer's intermediates. [chunk, ...] tensors alive at once."""
+    stream = 4 * chunk * shape.hidden * size
+    attention = chunk * (shape.heads / tp) * (4 * shape.head_dim if not shape.is_mla else 2 * 192 + 3 * 128) * size
+    dense = chunk * 3 * shape.config.get("intermediate_size", shape.hidden) / tp * size if shape.dense_layers else 0
+    routed = chunk * shape.experts_per_token * (max(shape.hidden, 2 * shape.expert_size / tp) + shape.expert_size / tp) * size if shape.experts else 0
+    return stream + max(attention, dense, routed)
+
+
+def capture_bytes(shape: Shape, num_aux: int, chunk: int, size: int) -> dict[str, float]:
+    """What capture adds: auxiliary states that forward keeps on every rank, and on the writing rank the packed rows, twice while a copy overlaps the next chunk."""
+    return {"every rank": num_aux * chunk * shape.hidden * size, "writer": 2 * (num_aux + 1) * chunk * shape.hidden * size}
+
+
+def drafter_parameters(config: Config, shape: Shape) -> dict[str, float]:
+    """Parameters of the Llama-type drafter by matrix (scripts/aerie/drafter.py); zeros in [draft] come from the target as the trainer takes them."""
+    draft = config.draft
+    hidden = draft.hidden_size or shape.hidden
+    heads = draft.num_attention_heads or shape.heads
+    head_dim = draft.head_dim or (shape.head_dim if not shape.is_mla else 128)
+    kv_heads = draft.num_key_value_heads or (shape.kv_heads if not shape.is_mla else heads)
+    inner = draft.intermediate_size or shape.config["intermediate_size"]
+    q, kv = heads * head_dim, kv_heads * head_dim
+    return {
+        "fc": hidden * shape.hidden * len(config.target.aux_layer_ids),
+        "attention": 2 * hidden * (q + 2 * kv) + q * hidden,
+        "MLP": 3 * hidden * inner,
+        "LM head": min(draft.vocab_size, shape.vocab) * hidden,
+        "norms": 4 * hidden,
+        "_kv": 2 * kv,  # elements of KV a token, not parameters
+    }
+
+
+def plan_server(plan: Plan, config: Config, shape: Shape, mode: str, args: dict[str, Any]) -> None:
+    """Adds the phase `mode` (extraction, serving): static share (weights, KV) and what must fit beside it."""
+    tp = int(args.get("tp-size", args.get("tp", 1)))
+    if tp > plan.gpus:
+        plan.refusals.append(f"{mode}: server.args.tp-size = {tp} needs {tp} GPUs, and {plan.gpus} are there")
+        return
+    dtype = config.target.dtype
+    size = FLOAT_BYTES.get(dtype, 2)
+    free = plan.gpu_bytes
+    chunk = int(args.get("chunked-prefill-size", 8192))
+    running = int(args.get("max-running-requests", 32))
+    context = int(args.get("context-length", shape.context or 4096))
+    fraction = args.get("mem-fraction-static")
+    share = free * float(fraction) if fraction is not None else max(free - DEFAULT_FRACTION_RESERVE_GIB * GIB, 0)
+    weights = shape.weight_bytes(tp, dtype)
+    parts = [Part(f"weights: {name}", value) for name, value in weights.items()]
+    kv = shape.kv_bytes(tp, dtype, str(args.get("kv-cache-dtype", "auto")))
+    if mode == "serving":
+        drafter = drafter_parameters(config, shape)
+        draft_kv = drafter.pop("_kv") * size / tp
+        parts.append(Part("weights: drafter", sum(drafter.values()) * size / tp, f"{sum(drafter.values()) / 1e9:.2f} B parameters over {tp}"))
+        kv += draft_kv
+    pool = share - sum(part.bytes for part in parts)
+    tokens = int(pool / kv)
+    if "max-total-tokens" in args:
+        tokens = min(tokens, int(args["max-total-tokens"]))
+    parts.append(Part("KV", max(tokens, 0) * kv, f"{max(tokens, 0):,} tokens of {kv / 1024:.1f} KB"))
+    beside = [Part("activations of a chunk", activation_bytes(shape, chunk, tp, size) * ALLOCATOR, f"{chunk:,} tokens"),
+              Part("logits and sampling", 3 * running * shape.vocab * 4),
+              Part("request table", running * context * 4, f"{running} requests x {context:,}"),
+              Part("decode graphs", 0.4 * GIB + int(args.get("cuda-graph-max-bs-decode", 32)) * 2 * (1 << 20) if not args.get("disable-cuda-graph") else 0)]  # fmt: skip
+    if mode == "extraction":
+        capture = capture_bytes(shape, len(config.target.aux_layer_ids), chunk, size)
+        beside += [Part("capture: auxiliary states", capture["every rank"], "on every rank"), Part("capture: packed rows", capture["writer"], "two chunks, on the writing rank")]
+    plan.phases[mode] = parts + beside
+    slack, needed = free - share, sum(part.bytes for part in beside)
+    plan.notes[mode] = f"{slack / GIB:.1f} GiB beside the static share of mem-fraction-static = {share / free:.3f}, {needed / GIB:.1f} GiB of it needed"
+    if tokens <= 0:
+        held = (sum(part.bytes for part in parts[:-1])) / GIB
+        plan.refusals.append(f"{mode}: weights of {held:.1f} GiB a GPU leave no KV in {share / GIB:.1f} GiB (mem-fraction-static x {free / GIB:.1f} GiB); more GPUs, or a smaller checkpoint")
+        return
+    longest = min(config.data.max_tokens + 1, context)
+    if config.data.max_tokens + 1 > context:
+        plan.refusals.append(f"{mode}: data.max_tokens = {config.data.max_tokens} does not fit server.args.context-length = {context}; samples need one token more than their length")
+    if tokens < longest:
+        plan.refusals.append(f"{mode}: KV for {tokens:,} tokens does not hold one sample of {longest:,}; raise mem-fraction-static, or lower data.max_tokens")
+    if needed > slack:
+        plan.refusals.append(
+            f"{mode}: {needed / GIB:.2f} GiB are needed beside weights and KV, and mem-fraction-static = {share / free:.3f} leaves {slack / GIB:.2f}; "
+            f"lower it to {1 - needed / free:.3f}, or lower chunked-prefill-size = {chunk}"
+        )
+
+
+# --- the trainer ---------------------------------------------------------------------------------------------------------------------------
+
+
+def training_parts(config: Config, shape: Shape, rows: int, supervised: float, ranks: int = 1, compute: int = 2) -> list[Part]:
+    """Memory of 03_train.py on one GPU. rows: train.batch_tokens; ranks: over how many FSDP splits masters, gradients and moments; compute: bytes of a compute value.
+
+    Matrices: float32 masters, gradients and two moments of AdamW, and a copy in the compute dtype. Frozen: the target's embedding, LM head and its draft rows.
+    Activations of each TTT step stay for backward: the first on all rows, later ones on supervised rows alone.
+    """
+    drafter = drafter_parameters(config, shape)
+    kv = drafter.pop("_kv") / 2
+    count = sum(drafter.values())
+    hidden = config.draft.hidden_size or shape.hidden
+    inner = drafter["MLP"] / (3 * hidden)
+    draft_vocab = min(config.draft.vocab_size, shape.vocab)
+    q = (drafter["attention"] - 4 * hidden * kv) / (3 * hidden)
+    labels = rows * supervised
+    steps = config.train.ttt_steps
+    copy = count * compute if compute < 4 else 0
+    step_row = (6 * hidden + 2 * q + 4 * kv + q + 4 * inner) * compute + 3 * hidden * 4
+    frozen = (shape.vocab if shape.tied else 2 * shape.vocab) * hidden * compute + draft_vocab * hidden * compute
+    return [
+        Part("masters", count * 4 / ranks, f"{count / 1e9:.2f} B parameters, float32"),
+        Part("gradients", count * 4 / ranks, "float32"),
+        Part("AdamW moments", count * 8 / ranks, "float32"),
+        Part("compute copy", copy),
+        Part("target's embedding and heads", frozen),
+        Part("batch of states", rows * (len(config.target.aux_layer_ids) * shape.hidden + 2 * hidden + q + 2 * kv) * compute + labels * shape.hidden * compute),
+        Part("teacher logits", labels * draft_vocab * compute),
+        Part("activations", (rows + (steps - 1) * labels) * step_row, f"{steps} TTT steps"),
+        Part("chunk of logits", min(256 << 20, max(labels, 16) * draft_vocab * 4) * 3),
+    ]
+
+
+def plan_training(plan: Plan, config: Config, shape: Shape, supervised: float) -> None:
+    """Adds training on one card and, with several, FSDP over all of them. Refuses when neither fits."""
+    compute = 4 if config.train.dtype == "float32" else 2
+    plan.phases["training, one GPU"] = training_parts(config, shape, config.train.batch_tokens, supervised, 1, compute)
+    names = ["training, one GPU"]
+    if plan.gpus > 1:
+        names.append(f"training, FSDP on {plan.gpus}")
+        plan.phases[names[1]] = training_parts(config, shape, config.train.batch_tokens, supervised, plan.gpus, compute)
+    fits = [name for name in names if plan.total(name) <= plan.gpu_bytes]
+    for name in names:
+        plan.notes[name] = f"{plan.total(name) / GIB:.1f} GiB of {plan.gpu_bytes / GIB:.1f}: {'fits' if name in fits else 'does not fit'}"
+    if not fits:
+        plan.refusals.append(
+            f"training: {plan.total(names[-1]) / GIB:.1f} GiB a GPU are needed and {plan.gpu_bytes / GIB:.1f} are there; lower train.batch_tokens = {config.train.batch_tokens}, "
+            "train.ttt_steps or draft.vocab_size"
+        )
+    resident = plan.total("extraction") if "extraction" in plan.phases else 0
+    if resident and not config.train.stop_server and resident + plan.total("training, one GPU") > plan.gpu_bytes:
+        plan.refusals.append("training: train.stop_server = false, and server and trainer together do not fit one GPU; set it to true")
+
+
+# --- disk and hours ------------------------------------------------------------------------------------------------------------------------
+
+
+def plan_disk(plan: Plan, config: Config, shape: Shape, amounts: Amounts, disk_free: float, dumps_free: float | None) -> None:
+    """Adds store, data, checkpoints and the drafter; refuses what the disk, or the dump folder, cannot hold."""
+    num_aux = len(config.target.aux_layer_ids)
+    aux, final = row_bytes(shape, num_aux, config.target.dtype, config.extract.dtype)
+    rows = amounts.tokens if config.extract.all_final_rows else amounts.final_rows
+    store = amounts.tokens * aux + rows * (final + 8)
+    kept = f"{amounts.tokens:,.0f} rows of {aux:,.0f} bytes, final {final:,.0f} for {rows:,.0f}"
+    if config.extract.keep_gb and config.extract.keep_gb * 1e9 < store:
+        kept = f"extract.keep_gb, of {store / 1e12:.2f} TB that go through: {kept}"
+        store = config.extract.keep_gb * 1e9
+    drafter = drafter_parameters(config, shape)
+    drafter.pop("_kv")
+    count = sum(drafter.values())
+    plan.disk = [Part("data", amounts.tokens * ID_AND_MASK), Part("store", store, kept), Part("checkpoints", 2 * count * 12, "the last and the best: masters and moments"),
+                 Part("drafter", count * 2)]  # fmt: skip
+    needed = sum(part.bytes for part in plan.disk)
+    if needed > disk_free:
+        plan.refusals.append(
+            f"disk: {needed / 1e9:,.0f} GB are needed under {config.run.root.parent} and {disk_free / 1e9:,.0f} GB are free; point AERIE_RUNS_DIR at a larger disk, "
+            "set extract.dtype = \"fp8\" (half), or train while extracting: `make stream` with extract.keep_gb"
+        )
+    if dumps_free is not None:
+        two = 2 * dump_bytes(shape, num_aux, config.target.dtype, min(amounts.longest, config.data.max_tokens) or config.data.max_tokens)
+        plan.notes["dump folder"] = f"{dumps_free / 1e9:,.1f} GB free; the two longest samples take {two / 1e9:.2f} GB"
+        if two > dumps_free:
+            plan.refusals.append(
+                f"dump folder: two samples of {config.data.max_tokens:,} tokens are {two / 1e9:.2f} GB and {dumps_free / 1e9:.2f} GB are free; "
+                "enlarge /dev/shm, or set server.dump_dir to a folder on a fast disk"
+            )
+
+
+def plan_hours(plan: Plan, config: Config, amounts: Amounts) -> None:
+    """Hours by step for the rates of [plan]; a step without a rate is left out."""
+    rates = config.plan
+    if rates.decode_tok_s and config.data.regenerate:
+        plan.hours["answers"] = amounts.final_rows / rates.decode_tok_s / 3600
+    if rates.prefill_tok_s:
+        plan.hours["extraction"] = amounts.tokens / rates.prefill_tok_s / 3600
+    if rates.train_tok_s:
+        plan.hours["training"] = config.train.epochs * amounts.tokens / rates.train_tok_s / 3600
+
+
+def make_plan(config: Config, shape: Shape, amounts: Amounts, *, gpus: int, gpu_bytes: float, extraction_args: dict[str, Any], serving_args: dict[str, Any],
+              disk_free: float, dumps_free: float | None) -> Plan:  # fmt: skip
+    """The whole plan. gpu_bytes: free on a GPU before anything is loaded; 0 GPUs: memory of GPUs is left out."""
+    plan = Plan(gpus, gpu_bytes)
+    if gpus:
+        plan_server(plan, config, shape, "extraction", extraction_args)
+        plan_server(plan, config, shape, "serving", serving_args)
+        plan_training(plan, config, shape, amounts.final_rows / max(amounts.tokens, 1))
+    plan_disk(plan, config, shape, amounts, disk_free, dumps_free)
+    plan_hours(plan, config, amounts)
+    longest = max(config.target.aux_layer_ids)
+    if longest >= shape.layers:
+        plan.refusals.append(f"target.aux_layer_ids = {config.target.aux_layer_ids}: {shape.name} has {shape.layers} decoder layers")
+    return plan

@@ -1,0 +1,165 @@
+#!/usr/bin/env python3
+"""Memory, disk and hours of a run before it starts: what fits where, and exit code 2 with the number that does not."""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from aerie import plan as planning
+from aerie.config import Config, add_config_arguments, config_from_args
+from aerie.errors import UserError, run_main
+from aerie.report import write_report
+from aerie.servers import dump_dir, has_gpu, server_args
+from aerie.shapes import load_shape
+
+GIB = planning.GIB
+
+
+def existing(path: Path) -> Path:
+    """The folder itself or its nearest parent that is there: what a disk's free space is asked for."""
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def gpus_here() -> list[float]:
+    """Bytes of each GPU that CUDA_VISIBLE_DEVICES leaves, as a process finds them free when nothing runs."""
+    query = ["nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits"]
+    rows = [line.split(", ") for line in subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().splitlines()]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        names = [name.strip() for name in visible.split(",")]
+        rows = [row for row in rows if row[0] in names or row[1] in names]
+    overhead = planning.CONTEXT_GIB + (planning.NCCL_GIB if len(rows) > 1 else 0)
+    return [float(row[2]) * (1 << 20) - overhead * GIB for row in rows]
+
+
+def choose_hardware(config: Config, args: argparse.Namespace) -> tuple[int, float, str]:
+    """(GPUs, bytes free on each before loading, where that comes from)."""
+    if args.gpus is not None or args.gpu_gib is not None:
+        return args.gpus or config.plan.gpus or 1, (args.gpu_gib or config.plan.gpu_gib) * GIB, "the command line"
+    if has_gpu() and not args.paper:
+        found = gpus_here()
+        return len(found), min(found), "this machine's GPUs"
+    if config.plan.gpus:
+        return config.plan.gpus, config.plan.gpu_gib * GIB, "[plan] of the config: no GPU was asked"
+    return 0, 0.0, "no GPU here and none in [plan]: memory of GPUs is left out"
+
+
+def print_plan(plan: planning.Plan, config: Config, amounts: planning.Amounts, hardware: str) -> None:
+    print(f"{config.path.name}, run {config.run.name}: {amounts.samples:,} samples, {amounts.tokens / 1e6:,.2f} M tokens ({amounts.source}), "
+          f"`final` kept for {100 * amounts.final_rows / max(amounts.tokens, 1):.0f}%")  # fmt: skip
+    print(f"{plan.gpus} GPUs with {plan.gpu_bytes / GIB:.2f} GiB free on each ({hardware})" if plan.gpus else hardware)
+    for phase, parts in plan.phases.items():
+        print(f"\n{phase}, GiB a GPU")
+        for part in parts:
+            print(f"  {part.bytes / GIB:8.2f}  {part.name}{f' ({part.how})' if part.how else ''}")
+        print(f"  {plan.total(phase) / GIB:8.2f}  in all" + (f"; {plan.notes[phase]}" if phase in plan.notes else ""))
+    print("\ndisk, GB")
+    for part in plan.disk:
+        print(f"  {part.bytes / 1e9:8,.1f}  {part.name}{f' ({part.how})' if part.how else ''}")
+    print(f"  {sum(part.bytes for part in plan.disk) / 1e9:8,.1f}  in all" + (f"\n  dump folder: {plan.notes['dump folder']}" if "dump folder" in plan.notes else ""))
+    if plan.hours:
+        print(f"\nhours at the rates of [plan] ({config.plan.rates_from or 'yours'})")
+        for step, hours in plan.hours.items():
+            print(f"  {hours:8.1f}  {step}")
+    else:
+        print("\nhours: unknown without rates; give what you measured: --set plan.prefill_tok_s=... plan.decode_tok_s, plan.train_tok_s")
+
+
+# --- compare with what was measured ----------------------------------------------------------------------------------------------------------
+
+
+def measured_server(log: Path) -> dict[str, float]:
+    """From an SGLang log: bytes of weights, KV tokens, KV bytes, bytes free before loading (first rank that says so)."""
+    text = log.read_text(errors="replace")
+    found: dict[str, float] = {}
+    if match := re.search(r"Load weight end\..*?avail mem=([\d.]+) GB, mem usage=([\d.]+) GB", text):
+        found["weights"] = float(match[2]) * GIB
+        found["free before loading"] = (float(match[1]) + float(match[2])) * GIB
+    if match := re.findall(r"#tokens: (\d+), (?:K size: ([\d.]+) GB, V size: ([\d.]+) GB|KV size: ([\d.]+) GB)", text):
+        tokens, key, value, both = match[-1]
+        found["KV tokens"] = float(tokens)
+        found["KV"] = (float(both) if both else float(key) + float(value)) * GIB
+    return found
+
+
+def compare(plan: planning.Plan, config: Config, args: argparse.Namespace) -> list[tuple[str, float, float]]:
+    """(what, predicted, measured) for everything that this run has measured."""
+    rows = []
+    for mode in ("extraction", "serving"):
+        log = Path(args.server_log) if args.server_log and mode == "extraction" else config.run.logs / f"{mode}.log"
+        if mode in plan.phases and log.is_file():
+            found = measured_server(log)
+            parts = plan.phases[mode]
+            weights = sum(part.bytes for part in parts if part.name.startswith("weights: ") and part.name != "weights: drafter")
+            kv = next(part for part in parts if part.name == "KV")
+            predicted = {"weights": weights, "KV": kv.bytes, "KV tokens": float(kv.how.split(" ")[0].replace(",", "")), "free before loading": plan.gpu_bytes}
+            rows += [(f"{mode}: {name}", predicted[name], value) for name, value in found.items() if value > 0.05 * GIB or name == "KV tokens"]
+    report = Path(args.train_report) if args.train_report else config.run.drafter / "report.json"
+    if report.is_file():
+        import json
+
+        content = json.loads(report.read_text())
+        peak = content.get("peak_gpu_memory_bytes", 0)
+        if peak:
+            rows.append(("training: peak of one GPU", plan.total("training, one GPU"), peak))
+    manifest = config.run.store / "manifest.json"
+    if manifest.is_file():
+        shards = sum(path.stat().st_size for path in config.run.store.glob("shard-*.safetensors"))
+        rows.append(("store: bytes on disk", next(part.bytes for part in plan.disk if part.name == "store"), shards))
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_config_arguments(parser)
+    parser.add_argument("--gpus", type=int, help="plan for this many GPUs instead of those found here")
+    parser.add_argument("--gpu-gib", type=float, help="with so much memory free on each, GiB")
+    parser.add_argument("--paper", action="store_true", help="plan for the machine in [plan], whatever is here; the disk is not asked either")
+    parser.add_argument("--compare", action="store_true", help="after a run: predicted against measured; exit code 1 when one differs by more than 10%%")
+    parser.add_argument("--server-log", default="", help="with --compare: an SGLang log other than the run's own")
+    parser.add_argument("--train-report", default="", help="with --compare: a trainer's report.json other than the run's own")
+    parser.add_argument("--report", default="", metavar="FILE", help="write the plan as JSON")
+    args = parser.parse_args()
+    config = config_from_args(args)
+    shape = load_shape(config.model_path, config.plan.shape)
+    amounts = planning.read_amounts(config)
+    gpus, gpu_bytes, hardware = choose_hardware(config, args)
+    if gpus and gpu_bytes <= 0:
+        raise UserError("the memory of a GPU is not known: give --gpu-gib, or set plan.gpu_gib")
+    disk_free = float("inf") if args.paper else shutil.disk_usage(existing(config.run.root)).free
+    dumps_free = None if args.paper or config.server.urls else shutil.disk_usage(existing(dump_dir(config))).free
+    extraction, serving = ({**server_args(config, mode)} for mode in ("extraction", "serving"))
+    if gpus and not has_gpu():  # planned for a GPU box from a machine without: its own options, not the CPU's
+        extraction = {**config.server.args}
+        serving = {**config.server.args, **config.serve.args}
+    plan = planning.make_plan(config, shape, amounts, gpus=gpus, gpu_bytes=gpu_bytes, extraction_args=extraction, serving_args=serving, disk_free=disk_free, dumps_free=dumps_free)
+    print_plan(plan, config, amounts, hardware)
+    if args.report:
+        write_report(
+            Path(args.report), config=config.as_dict(), gpus=gpus, gpu_bytes=gpu_bytes, hours=plan.hours, refusals=plan.refusals, notes=plan.notes,
+            phases={phase: {part.name: part.bytes for part in parts} for phase, parts in plan.phases.items()}, disk={part.name: part.bytes for part in plan.disk},
+        )  # fmt: skip
+    if args.compare:
+        rows = compare(plan, config, args)
+        if not rows:
+            raise UserError(f"nothing measured yet in {config.run.root}: no server log, no report of the trainer, no store")
+        print(f"\n{'':40} {'predicted':>16} {'measured':>16}  predicted / measured")
+        for name, predicted, value in rows:
+            print(f"{name:40} {predicted:16,.0f} {value:16,.0f}  {predicted / value:.3f}{'' if abs(predicted / value - 1) <= 0.1 else '  over 10% off'}")
+        return 1 if any(abs(predicted / value - 1) > 0.1 for _, predicted, value in rows) else 0
+    if plan.refusals:
+        print()
+        raise UserError("this plan does not fit: " + "; ".join(plan.refusals))
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)
