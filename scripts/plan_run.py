@@ -2,6 +2,7 @@
 """Memory, disk and hours of a run before it starts: what fits where, and exit code 2 with the number that does not."""
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -83,8 +84,10 @@ def measured_server(log: Path) -> dict[str, float]:
     if match := re.search(r"Load weight end\..*?avail mem=([\d.]+) GB, mem usage=([\d.]+) GB", text):
         found["weights"] = float(match[2]) * GIB
         found["free before loading"] = (float(match[1]) + float(match[2])) * GIB
-    if match := re.findall(r"#tokens: (\d+), (?:K size: ([\d.]+) GB, V size: ([\d.]+) GB|KV size: ([\d.]+) GB)", text):
-        tokens, key, value, both = match[-1]
+    sizes = r"#tokens: (\d+), (?:K size: ([\d.]+) GB, V size: ([\d.]+) GB|KV size: ([\d.]+) GB)"
+    resized = re.findall(r"Post-capture KV sizing: KV cache allocated\..*?" + sizes, text)
+    if pools := resized[-1:] or re.findall(sizes, text)[:1]:  # the target's pool comes before the drafter's
+        tokens, key, value, both = pools[0]
         found["KV tokens"] = float(tokens)
         found["KV"] = (float(both) if both else float(key) + float(value)) * GIB
     return found
@@ -101,11 +104,11 @@ def compare(plan: planning.Plan, config: Config, args: argparse.Namespace) -> li
             weights = sum(part.bytes for part in parts if part.name.startswith("weights: ") and part.name != "weights: drafter")
             kv = next(part for part in parts if part.name == "KV")
             predicted = {"weights": weights, "KV": kv.bytes, "KV tokens": float(kv.how.split(" ")[0].replace(",", "")), "free before loading": plan.gpu_bytes}
-            rows += [(f"{mode}: {name}", predicted[name], value) for name, value in found.items() if value > 0.05 * GIB or name == "KV tokens"]
+            if mode == "serving":
+                found.pop("KV", None)  # the plan's number has the drafter's KV in it, the log's has not
+            rows += [(f"{mode}: {name}", predicted[name], value) for name, value in found.items() if value > 0.05 * GIB or name == "KV tokens"]  # GB of two decimals
     report = Path(args.train_report) if args.train_report else config.run.drafter / "report.json"
     if report.is_file():
-        import json
-
         content = json.loads(report.read_text())
         peak = content.get("peak_gpu_memory_bytes", 0)
         if peak:

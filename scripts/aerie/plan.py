@@ -6,13 +6,16 @@ Every number is computed from shapes and settings, none is looked up per model. 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 from .config import Config
+from .drafter_shapes import LLAMA, MLA, expected_tensors
 from .errors import UserError
 from .samples import SampleFile
 from .shapes import FLOAT_BYTES, Shape
+from .store import supervised_rows
 
 GIB = 1 << 30
 CONTEXT_GIB = 0.6  # CUDA context, libraries; NCCL's buffers come on top with more than one GPU
@@ -58,16 +61,6 @@ class Plan:
         return sum(part.bytes for part in self.phases[phase])
 
 
-def kept_final_rows(mask: Any, offsets: Any) -> int:
-    """Rows t+1 with loss_mask[t+1] and loss_mask[t+2] inside one sample: where extraction keeps `final` (mask [sum T], offsets [N+1])."""
-    pairs = (mask[:-1] > 0) & (mask[1:] > 0)
-    borders = offsets[1:-1] - 1
-    pairs[borders[(borders >= 0) & (borders < len(pairs))]] = False
-    starts = offsets[:-1]
-    pairs[starts[starts < len(pairs)]] = False  # a sample's first row is nobody's next token
-    return int(pairs.sum())
-
-
 def read_amounts(config: Config) -> Amounts:
     """From the run's data where it is made, else from [plan]."""
     files = [config.run.data / name for name in ("train.safetensors", "heldout.safetensors")]
@@ -76,7 +69,7 @@ def read_amounts(config: Config) -> Amounts:
         lengths = [(split.offsets[1:] - split.offsets[:-1]) for split in splits]
         return Amounts(
             sum(len(split) for split in splits), float(sum(int(split.offsets[-1]) for split in splits)),
-            float(sum(kept_final_rows(split.loss_mask, split.offsets) for split in splits)),
+            float(sum(len(supervised_rows(sample.loss_mask)) for split in splits for sample in split)),
             max((int(part.max()) for part in lengths if len(part)), default=0), "the run's data",
         )  # fmt: skip
     plan = config.plan
@@ -116,23 +109,38 @@ def capture_bytes(shape: Shape, num_aux: int, chunk: int, size: int) -> dict[str
     return {"every rank": num_aux * chunk * shape.hidden * size, "writer": 2 * (num_aux + 1) * chunk * shape.hidden * size}
 
 
-def drafter_parameters(config: Config, shape: Shape) -> dict[str, float]:
-    """Parameters of the Llama-type drafter by matrix (scripts/aerie/drafter.py); zeros in [draft] come from the target as the trainer takes them."""
+def drafter_config(config: Config, shape: Shape) -> dict[str, Any]:
+    """The keys of the drafter's config.json that fix its tensors; zeros in [draft] come from the target, as the trainer takes them."""
     draft = config.draft
-    hidden = draft.hidden_size or shape.hidden
     heads = draft.num_attention_heads or shape.heads
-    head_dim = draft.head_dim or (shape.head_dim if not shape.is_mla else 128)
-    kv_heads = draft.num_key_value_heads or (shape.kv_heads if not shape.is_mla else heads)
-    inner = draft.intermediate_size or shape.config["intermediate_size"]
-    q, kv = heads * head_dim, kv_heads * head_dim
-    return {
-        "fc": hidden * shape.hidden * len(config.target.aux_layer_ids),
-        "attention": 2 * hidden * (q + 2 * kv) + q * hidden,
-        "MLP": 3 * hidden * inner,
-        "LM head": min(draft.vocab_size, shape.vocab) * hidden,
-        "norms": 4 * hidden,
-        "_kv": 2 * kv,  # elements of KV a token, not parameters
-    }
+    found = {
+        "hidden_size": draft.hidden_size or shape.hidden, "intermediate_size": draft.intermediate_size or shape.config["intermediate_size"], "num_hidden_layers": 1,
+        "num_attention_heads": heads, "num_key_value_heads": draft.num_key_value_heads or (heads if shape.is_mla else shape.kv_heads),
+        "head_dim": draft.head_dim or (128 if shape.is_mla else shape.head_dim), "draft_vocab_size": min(draft.vocab_size, shape.vocab),
+        "fc_norm": draft.fc_norm, "norm_before_fc": draft.norm_before_fc,
+    }  # fmt: skip
+    return found | {key: shape.config[key] for key in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim") if key in shape.config}
+
+
+def drafter_parameters(config: Config, shape: Shape) -> dict[str, float]:
+    """Parameters of the drafter by part, from the tensors that SGLang's loader of its class reads."""
+    drafter = drafter_config(config, shape)
+    if config.draft.arch == "mla" and not shape.is_mla:
+        raise UserError(f"{config.path}: draft.arch = 'mla' needs a target with latent attention, and {shape.name} has none; set draft.arch = \"llama\"")
+    tensors = expected_tensors(drafter, MLA if config.draft.arch == "mla" else LLAMA, len(config.target.aux_layer_ids), shape.hidden)
+    parts = {"fc": 0.0, "attention": 0.0, "MLP": 0.0, "LM head": 0.0, "norms": 0.0}
+    for name, size in tensors.items():
+        part = "norms" if len(size) == 1 else "fc" if name.startswith("fc") else "LM head" if "lm_head" in name else "attention" if "self_attn" in name else "MLP"
+        parts[part] += math.prod(size)
+    return parts
+
+
+def drafter_kv(config: Config, shape: Shape, tp: int) -> float:
+    """Elements of the drafter's KV a token on one GPU."""
+    drafter = drafter_config(config, shape)
+    if config.draft.arch == "mla":
+        return drafter["kv_lora_rank"] + drafter["qk_rope_head_dim"]
+    return 2 * max(drafter["num_key_value_heads"] / tp, 1) * drafter["head_dim"]
 
 
 def plan_server(plan: Plan, config: Config, shape: Shape, mode: str, args: dict[str, Any]) -> None:
@@ -154,9 +162,8 @@ def plan_server(plan: Plan, config: Config, shape: Shape, mode: str, args: dict[
     kv = shape.kv_bytes(tp, dtype, str(args.get("kv-cache-dtype", "auto")))
     if mode == "serving":
         drafter = drafter_parameters(config, shape)
-        draft_kv = drafter.pop("_kv") * size / tp
         parts.append(Part("weights: drafter", sum(drafter.values()) * size / tp, f"{sum(drafter.values()) / 1e9:.2f} B parameters over {tp}"))
-        kv += draft_kv
+        kv += drafter_kv(config, shape, tp) * size
     pool = share - sum(part.bytes for part in parts)
     tokens = int(pool / kv)
     if "max-total-tokens" in args:
@@ -197,13 +204,10 @@ def training_parts(config: Config, shape: Shape, rows: int, supervised: float, r
     Matrices: float32 masters, gradients and two moments of AdamW, and a copy in the compute dtype. Frozen: the target's embedding, LM head and its draft rows.
     Activations of each TTT step stay for backward: the first on all rows, later ones on supervised rows alone.
     """
-    drafter = drafter_parameters(config, shape)
-    kv = drafter.pop("_kv") / 2
-    count = sum(drafter.values())
-    hidden = config.draft.hidden_size or shape.hidden
-    inner = drafter["MLP"] / (3 * hidden)
-    draft_vocab = min(config.draft.vocab_size, shape.vocab)
-    q = (drafter["attention"] - 4 * hidden * kv) / (3 * hidden)
+    drafter = drafter_config(config, shape)
+    count = sum(drafter_parameters(config, shape).values())
+    hidden, inner, draft_vocab = drafter["hidden_size"], drafter["intermediate_size"], drafter["draft_vocab_size"]
+    q, kv = drafter["num_attention_heads"] * drafter["head_dim"], drafter["num_key_value_heads"] * drafter["head_dim"]
     labels = rows * supervised
     steps = config.train.ttt_steps
     copy = count * compute if compute < 4 else 0
@@ -256,9 +260,7 @@ def plan_disk(plan: Plan, config: Config, shape: Shape, amounts: Amounts, disk_f
     if config.extract.keep_gb and config.extract.keep_gb * 1e9 < store:
         kept = f"extract.keep_gb, of {store / 1e12:.2f} TB that go through: {kept}"
         store = config.extract.keep_gb * 1e9
-    drafter = drafter_parameters(config, shape)
-    drafter.pop("_kv")
-    count = sum(drafter.values())
+    count = sum(drafter_parameters(config, shape).values())
     plan.disk = [Part("data", amounts.tokens * ID_AND_MASK), Part("store", store, kept), Part("checkpoints", 2 * count * 12, "the last and the best: masters and moments"),
                  Part("drafter", count * 2)]  # fmt: skip
     needed = sum(part.bytes for part in plan.disk)

@@ -1,0 +1,234 @@
+"""The memory model against what can be measured here (files, tensors, an owner's public log), and every refusal with its number."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from aerie import plan as planning
+from aerie.config import load_config
+from aerie.drafter_shapes import LLAMA, expected_tensors
+from aerie.paths import ROOT
+from aerie.rid import sample_id
+from aerie.samples import Sample, write_samples
+from aerie.shapes import load_shape, shape_from
+from aerie.store import StoreWriter
+from safetensors import safe_open
+
+GIB = 1 << 30
+SCRIPT = ROOT / "scripts" / "plan_run.py"
+
+
+def near(found: float, wanted: float, share: float = 0.1) -> bool:
+    return abs(found / wanted - 1) <= share
+
+
+def tensor_bytes(folder: Path) -> int:
+    """Bytes of all tensors in a folder's safetensors, added up from the tensors themselves."""
+    total = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            total += sum(file.get_tensor(name).nbytes for name in file.keys())
+    return total
+
+
+# --- the target ------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "deepseek_v3"])
+def test_weights_of_real_folders(tiny_model, family):
+    """From the shapes alone, against the tensors on disk."""
+    folder = tiny_model(family)
+    shape = shape_from(json.loads((folder / "config.json").read_text()), family)
+    parts = shape.part_bytes(1, 4)
+    if shape.is_mla:  # the absorbed copies exist only once loaded
+        c = shape.config
+        parts["attention"] -= shape.layers * c["kv_lora_rank"] * shape.heads * (c["qk_nope_head_dim"] + c["v_head_dim"]) * 4
+    assert near(sum(parts.values()), tensor_bytes(folder), 0.03)
+
+
+def test_weights_of_smollm2(smollm2):
+    computed = shape_from(json.loads((smollm2 / "config.json").read_text()), "smollm2")
+    assert near(sum(computed.weight_bytes(1, "bfloat16").values()), tensor_bytes(smollm2), 0.01)
+    assert near(sum(load_shape(str(smollm2)).weight_bytes(1, "float32").values()), 2 * tensor_bytes(smollm2), 0.01)
+
+
+def test_public_numbers():
+    """Kimi-K2.5 on eight RTX PRO 6000, an owner's SGLang log of 2026-01-29: 72.33 GB (GiB) of weights a GPU, 4,578 tokens in 0.30 GB. DeepSeek-V3: 671 B parameters."""
+    kimi = load_shape("/nowhere", "kimi-k2.5")
+    assert near(sum(kimi.weight_bytes(8, "bfloat16").values()) / GIB, 72.33, 0.02)
+    assert near(4578 * kimi.kv_bytes(8, "bfloat16") / GIB, 0.30, 0.02)
+    assert near(sum(count for _, count in load_shape("/nowhere", "deepseek-v3").parameters().values()), 671e9, 0.005)
+    assert near(sum(count for _, count in load_shape("/nowhere", "kimi-k2-instruct").parameters().values()), 1026e9, 0.005)
+    assert near(sum(count for _, count in load_shape("/nowhere", "llama-3.1-8b").parameters().values()), 8.03e9, 0.005)
+    assert near(sum(count for _, count in load_shape("/nowhere", "qwen3-8b").parameters().values()), 8.19e9, 0.005)
+
+
+def test_a_folder_decides_over_the_shape_file(tmp_path):
+    raw = json.loads((ROOT / "configs/shapes/llama-3.1-8b.json").read_text()) | {"num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": 10**9}, "weight_map": {}}))
+    shape = load_shape(str(tmp_path), "llama-3.1-8b")
+    assert shape.layers == 2 and near(sum(shape.weight_bytes(1, "bfloat16").values()), 1e9, 1e-6)
+    assert near(sum(shape.weight_bytes(2, "float32").values()), 1e9, 1e-6)  # half of each tensor, twice as wide
+
+
+def test_tensor_parallel_splits_what_sglang_splits():
+    kimi = load_shape("/nowhere", "kimi-k2.5")
+    one, eight = kimi.weight_bytes(1, "bfloat16"), kimi.weight_bytes(8, "bfloat16")
+    assert near(one["experts"] / 8, eight["experts"], 1e-9) and one["router"] == eight["router"] and one["vision"] == eight["vision"]
+    assert eight["attention"] > one["attention"] / 8
+    assert kimi.kv_bytes(1, "bfloat16") == kimi.kv_bytes(8, "bfloat16") == 61 * 576 * 2
+    llama = load_shape("/nowhere", "llama-3.1-8b")
+    assert llama.kv_bytes(1, "bfloat16") == 32 * 2 * 8 * 128 * 2 and llama.kv_bytes(16, "bfloat16") == 32 * 2 * 1 * 128 * 2
+
+
+# --- dumps, store, drafter ---------------------------------------------------------------------------------------------------------------------
+
+
+def supervised_naive(mask: np.ndarray) -> int:
+    return sum(1 for row in range(1, len(mask)) if row + 1 < len(mask) and mask[row] and mask[row + 1])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "fp8"])
+def test_store_bytes_are_those_on_disk(tmp_path, dtype):
+    rng = np.random.default_rng(0)
+    hidden, total, finals = 256, 0, 0
+    writer = StoreWriter(tmp_path, {"hidden_size": hidden, "dtype": dtype, "aux_layer_ids": [1, 2, 3]})
+    for tokens in (300, 700, 2000, 1200):
+        ids, mask = rng.integers(0, 99, tokens, dtype=np.int32), (np.arange(tokens) > tokens // 3).astype(np.uint8)
+        states = torch.randn(4, tokens, hidden).to(torch.float8_e4m3fn if dtype == "fp8" else getattr(torch, dtype))
+        scales = {"aux_scale": np.ones((tokens, 3)), "final_scale": np.ones(tokens)} if dtype == "fp8" else {}
+        writer.add(sample_id(ids, mask), ids, mask, list(states[:3]), states[3], **scales)
+        total, finals = total + tokens, finals + supervised_naive(mask)
+    writer.close()
+    shape = load_shape("/nowhere", "llama-3.1-8b")
+    shape.config["hidden_size"] = hidden
+    aux, final = planning.row_bytes(shape, 3, "float32" if dtype == "float32" else "bfloat16", "fp8" if dtype == "fp8" else "model")
+    assert near(total * aux + finals * (final + 8), sum(path.stat().st_size for path in tmp_path.glob("shard-*.safetensors")), 0.02)
+
+
+def test_amounts_come_from_the_data_once_it_is_there(tmp_path, monkeypatch):
+    monkeypatch.setenv("AERIE_RUNS_DIR", str(tmp_path))
+    config = load_config("qwen3-8b")
+    assert planning.read_amounts(config).source == "[plan]" and planning.read_amounts(config).samples == 20000
+    rng = np.random.default_rng(1)
+    samples = []
+    for tokens in (3, 1, 40, 2, 17):
+        ids, mask = rng.integers(0, 9, tokens, dtype=np.int32), rng.integers(0, 2, tokens, dtype=np.uint8)
+        samples.append(Sample(sample_id(ids, mask), ids, mask))
+    write_samples(config.run.data / "train.safetensors", samples[:3], {})
+    write_samples(config.run.data / "heldout.safetensors", samples[3:], {})
+    amounts = planning.read_amounts(config)
+    assert (amounts.samples, amounts.tokens, amounts.longest) == (5, 63, 40)
+    assert amounts.final_rows == sum(supervised_naive(sample.loss_mask) for sample in samples)
+
+
+@pytest.mark.parametrize("arch", ["llama", "mla"])
+def test_drafter_parameters(arch):
+    config = load_config("kimi-k2.5", overrides=[f"draft.arch={arch}"])
+    count = sum(planning.drafter_parameters(config, load_shape("/nowhere", "kimi-k2.5")).values())
+    hidden, inner, vocab, heads = 7168, 12288, 32000, 64
+    attention = 2 * hidden * 3 * heads * 128 + heads * 128 * hidden
+    if arch == "mla":
+        attention = 2 * hidden * (1536 + 576) + 1536 * heads * 192 + 512 * heads * 256 + heads * 128 * hidden
+    assert near(count, 3 * hidden * hidden + attention + 3 * hidden * inner + vocab * hidden, 0.001)
+
+
+def test_trainers_weights_and_optimizer_are_those_of_torch():
+    """Masters, gradients and AdamW's moments, measured as tensors of a real model after a real step."""
+    config = load_config("qwen3-8b", overrides=["draft.hidden_size=128", "draft.intermediate_size=256", "draft.vocab_size=512", "draft.num_attention_heads=4",
+                                                "draft.num_key_value_heads=2", "draft.head_dim=32"])  # fmt: skip
+    shape = load_shape("/nowhere", "qwen3-8b")
+    shape.config.update(hidden_size=128, vocab_size=1024)
+    tensors = expected_tensors(planning.drafter_config(config, shape), LLAMA, 3, 128)
+    weights = [torch.nn.Parameter(torch.randn(size)) for size in tensors.values()]
+    optimizer = torch.optim.AdamW(weights)
+    sum(weight.sum() for weight in weights).backward()
+    optimizer.step()
+    moments = sum(state.nbytes for entry in optimizer.state.values() for name, state in entry.items() if name != "step")
+    parts = {part.name: part.bytes for part in planning.training_parts(config, shape, 64, 0.5)}
+    assert near(parts["masters"], sum(weight.nbytes for weight in weights), 0.001)
+    assert near(parts["gradients"], sum(weight.grad.nbytes for weight in weights), 0.001)
+    assert near(parts["AdamW moments"], moments, 0.001)
+
+
+# --- what does not fit --------------------------------------------------------------------------------------------------------------------------
+
+
+def refusals(name: str, overrides=(), gpus=None, gpu_gib=None, disk=1e15, dumps=1e12) -> list[str]:
+    config = load_config(name, overrides=list(overrides))
+    shape = load_shape("/nowhere", config.plan.shape)
+    args = config.server.args
+    plan = planning.make_plan(
+        config, shape, planning.read_amounts(config), gpus=gpus or config.plan.gpus, gpu_bytes=(gpu_gib or config.plan.gpu_gib) * GIB,
+        extraction_args=args, serving_args=args | config.serve.args, disk_free=disk, dumps_free=dumps,
+    )  # fmt: skip
+    return plan.refusals
+
+
+@pytest.mark.parametrize("name", ["kimi-k2.5", "kimi-k2-instruct", "deepseek-v3", "qwen3-8b", "llama-3.1-8b"])
+def test_every_config_fits_the_machine_it_was_written_for(name):
+    assert refusals(name) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("kimi-k2.5", {"gpus": 4}, ["tp-size = 8", "4 are there"]),
+        ("kimi-k2.5", {"overrides": ["server.args.tp-size=4"], "gpus": 4}, ["extraction", "leave no KV", "86.6 GiB"]),
+        ("kimi-k2-instruct", {"gpu_gib": 94.15}, ["weights of 121", "leave no KV"]),
+        ("kimi-k2.5", {"overrides": ["server.args.mem-fraction-static=0.98"]}, ["mem-fraction-static = 0.980", "lower it to 0.9"]),
+        ("kimi-k2.5", {"overrides": ["server.args.chunked-prefill-size=32768"]}, ["chunked-prefill-size = 32768", "beside weights and KV"]),
+        ("kimi-k2.5", {"overrides": ["data.max_tokens=32768"]}, ["data.max_tokens = 32768", "context-length = 32768"]),
+        ("kimi-k2.5", {"overrides": ["server.args.mem-fraction-static=0.77"]}, ["does not hold one sample of 8,193"]),
+        ("kimi-k2.5", {"overrides": ["train.batch_tokens=65536"]}, ["training", "train.batch_tokens = 65536"]),
+        ("qwen3-8b", {"overrides": ["train.stop_server=false"]}, ["train.stop_server"]),
+        ("kimi-k2.5", {"disk": 2e12}, ["disk", "4,428 GB", "2,000 GB", "keep_gb"]),
+        ("kimi-k2.5", {"dumps": 0.5e9}, ["dump folder", "0.94 GB", "0.50 GB"]),
+        ("kimi-k2.5", {"overrides": ["target.aux_layer_ids=[3, 31, 61]"]}, ["61 decoder layers"]),
+    ],
+)
+def test_refusals_name_the_number(name, change, words):
+    found = refusals(name, **change)
+    assert found
+    for word in words:
+        assert word in "; ".join(found)
+
+
+def test_streaming_and_fp8_need_less_disk():
+    assert refusals("kimi-k2.5", ["extract.keep_gb=500"], disk=1e12) == []
+    assert refusals("kimi-k2.5", ['extract.dtype="fp8"'], disk=2.3e12) == []
+
+
+# --- the script ----------------------------------------------------------------------------------------------------------------------------------
+
+
+def script(*words: str, cwd=None) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, str(SCRIPT), *words], capture_output=True, text=True, check=False, cwd=cwd)
+
+
+def test_script_says_what_fits_and_exits_2_where_it_does_not(tmp_path):
+    done = script("--config", "kimi-k2.5", "--paper", "--report", str(tmp_path / "plan.json"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "8 GPUs" in done.stdout and "hours" in done.stdout
+    report = json.loads((tmp_path / "plan.json").read_text())
+    assert report["refusals"] == [] and near(sum(value for name, value in report["phases"]["extraction"].items() if name.startswith("weights")) / GIB, 72.33, 0.02)
+    done = script("--config", "kimi-k2.5", "--paper", "--gpus", "4", "--gpu-gib", "94")
+    assert done.returncode == 2 and "tp-size = 8" in done.stderr and "Traceback" not in done.stderr
+
+
+LOG = """[2026-01-29 01:14:35 TP7] Load weight end. elapsed=79.04 s, type=KimiK25ForConditionalGeneration, dtype=torch.bfloat16, avail mem=21.82 GB, mem usage=72.33 GB.
+[2026-01-29 01:14:53 TP7] KV Cache is allocated. #tokens: {tokens}, KV size: {size:.2f} GB
+"""
+
+
+@pytest.mark.parametrize(("tokens", "code"), [(224360, 0), (150000, 1)])
+def test_compare_reads_a_servers_log(tmp_path, tokens, code):
+    (tmp_path / "server.log").write_text(LOG.format(tokens=tokens, size=tokens * 70272 / GIB))
+    done = script("--config", "kimi-k2.5", "--run", "compare_test", "--paper", "--compare", "--server-log", str(tmp_path / "server.log"))
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "extraction: KV tokens" in done.stdout and ("over 10% off" in done.stdout) == bool(code)
