@@ -1,0 +1,92 @@
+"""Checkpoints of training: weights, optimiser, schedule, RNG, position in the data. A folder that is there is whole; the last and the best are kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from .drafter import Drafter
+from .errors import UserError
+from .report import write_json
+
+STATE = "state.json"
+
+
+def folder_of(root: Path, step: int) -> Path:
+    """checkpoints/step-00000120"""
+    return root / f"step-{step:08d}"
+
+
+def save_checkpoint(root: Path, step: int, best_step: int, drafter: Drafter, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Path:
+    """Write step's folder under a temporary name, rename it, then remove all others but the best's. `state` must be plain JSON values."""
+    final = folder_of(root, step)
+    temporary = root / f".{final.name}.{os.getpid()}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        tensors = {f"model.{name}": parameter.detach() for name, parameter in drafter.named_parameters()}
+        for name, parameter in drafter.named_parameters():
+            tensors |= {f"optimizer.{name}.{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
+        tensors["rng"] = torch.get_rng_state()
+        tensors = {name: value.cpu().contiguous() for name, value in tensors.items()}
+        save_file(tensors, temporary / "tensors.safetensors")
+        with open(temporary / "tensors.safetensors", "rb") as file:
+            os.fsync(file.fileno())
+        write_json(temporary / STATE, {**state, "step": step, "best_step": best_step})
+        shutil.rmtree(final, ignore_errors=True)
+        temporary.rename(final)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    for other in root.glob("step-*"):
+        if other not in (final, folder_of(root, best_step)):
+            shutil.rmtree(other, ignore_errors=True)
+    return final
+
+
+def last_checkpoint(root: Path) -> Path | None:
+    """The newest whole checkpoint, or None."""
+    found = sorted(path for path in root.glob("step-*") if (path / STATE).is_file())
+    return found[-1] if found else None
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """state.json of a checkpoint."""
+    try:
+        return json.loads((folder / STATE).read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError) as exc:
+        raise UserError(f"{folder} is not a whole checkpoint ({exc}); remove it and resume again") from None
+
+
+@torch.no_grad()
+def load_checkpoint(folder: Path, drafter: Drafter, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """Put weights, optimiser state and RNG back; returns state.json. Raises UserError when the folder is not of this drafter."""
+    state = read_state(folder)
+    try:
+        tensors = load_file(folder / "tensors.safetensors")
+    except (FileNotFoundError, SafetensorError) as exc:
+        raise UserError(f"{folder} is not a whole checkpoint ({exc}); remove it and resume again") from None
+    optimizer_state: dict[int, dict[str, Tensor]] = {}
+    for index, (name, parameter) in enumerate(drafter.named_parameters()):
+        saved = tensors.get(f"model.{name}")
+        if saved is None or saved.shape != parameter.shape:
+            raise UserError(f"{folder} holds a drafter of another shape ({name}: {list(saved.shape) if saved is not None else 'missing'}, this one {list(parameter.shape)}); "
+                            "start anew without --resume, or set [draft] back")
+        parameter.copy_(saved)
+        prefix = f"optimizer.{name}."
+        own = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+        if own:
+            optimizer_state[index] = own
+    if optimizer is not None and optimizer_state:
+        full = optimizer.state_dict()
+        full["state"] = optimizer_state
+        optimizer.load_state_dict(full)
+    torch.set_rng_state(tensors["rng"])
+    return state

@@ -1,0 +1,210 @@
+"""The drafter: one decoder layer over [embedding, state], as SGLang's LlamaForCausalLMEagle3 (sglang/srt/models/llama_eagle3.py) computes it.
+
+Inside, q, k and v are one matrix, split into the half that reads the token's embedding and the half that reads the state: the embedding's half is computed once
+for all TTT steps. The export has SGLang's names (see export.py).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import UserError
+
+
+@dataclass(frozen=True)
+class DrafterShape:
+    """Every number that fixes the drafter's tensors and its forward."""
+
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int  # of the target: rows of the embedding
+    draft_vocab_size: int
+    num_aux: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: dict[str, Any] = field(default_factory=dict, hash=False)  # rope_type, rope_theta, and what the type needs
+    fc_norm: bool = False  # a norm for each auxiliary state
+    norm_before_fc: bool = False  # one norm over all of them
+    norm_output: bool = False  # the next step reads the state after the final norm, not before it
+    arch: str = "llama"
+
+    @property
+    def q_size(self) -> int:
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_key_value_heads * self.head_dim
+
+
+def inverse_frequencies(rope: dict[str, Any], dim: int) -> tuple[Tensor, float]:
+    """[dim/2] float32 and the factor on cos and sin, for rope types default, linear, llama3 (the formulas of transformers' modeling_rope_utils)."""
+    kind = rope.get("rope_type", rope.get("type", "default")) or "default"
+    inverse = 1.0 / (float(rope.get("rope_theta", 10000.0)) ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+    if kind == "default":
+        return inverse, 1.0
+    if kind == "linear":
+        return inverse / float(rope["factor"]), 1.0
+    if kind == "llama3":
+        factor, low, high, old = (float(rope[key]) for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"))
+        wavelength = 2 * math.pi / inverse
+        smooth = ((old / wavelength - low) / (high - low)).clamp(0, 1)
+        return inverse / factor * (1 - smooth) + inverse * smooth, 1.0
+    raise UserError(f"rope type {kind!r} is not supported for the drafter (default, linear, llama3); set draft.rope_theta to use plain rope")
+
+
+def rope_table(shape: DrafterShape, positions: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """cos, sin [positions, head_dim/2] float32."""
+    inverse, factor = inverse_frequencies(shape.rope, shape.head_dim)
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32), inverse)
+    return (angles.cos() * factor).to(device), (angles.sin() * factor).to(device)
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate halves (neox style). x [R, heads, d]; cos, sin [R, d/2] of x's compute precision."""
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., H] in any dtype, weight [H]; computed in float32 (or x's own precision where that is higher), answered in x's dtype."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+
+
+class _GradLinear(torch.autograd.Function):
+    """x @ weight.T whose weight gradient is added straight into the master's .grad (float32), not handed through autograd."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, master: Tensor, weight: Tensor, add: Tensor | None):
+        ctx.save_for_backward(x, weight)
+        ctx.master, ctx.has_add = master, add is not None
+        return torch.addmm(add, x, weight.t()) if add is not None else x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, weight = ctx.saved_tensors
+        accumulate(ctx.master.grad, grad, x)
+        return (grad @ weight if ctx.needs_input_grad[0] else None), None, None, (grad if ctx.has_add else None)
+
+
+def accumulate(total: Tensor, grad: Tensor, x: Tensor) -> None:
+    """total [out, in] float32 += grad.T [out, R] @ x [R, in]."""
+    if total.dtype == x.dtype:
+        total.addmm_(grad.t(), x)
+    elif x.is_cuda:
+        torch.addmm(total, grad.t(), x, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(grad.t() @ x)
+
+
+class Drafter(nn.Module):
+    """Parameters in master precision. `compute(name)` is the matrix as the GEMMs read it: the master itself, or its copy in the compute dtype."""
+
+    MATRICES = ("fc", "qkv_embed", "qkv_state", "o", "gate_up", "down", "lm_head")
+
+    def __init__(self, shape: DrafterShape, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"):
+        super().__init__()
+        self.shape = shape
+        h, inner, aux = shape.hidden_size, shape.intermediate_size, shape.target_hidden_size * shape.num_aux
+        sizes: dict[str, tuple[int, ...]] = {
+            "fc": (h, aux), "qkv_embed": (shape.q_size + 2 * shape.kv_size, h), "qkv_state": (shape.q_size + 2 * shape.kv_size, h),
+            "o": (h, shape.q_size), "gate_up": (2 * inner, h), "down": (h, inner), "lm_head": (shape.draft_vocab_size, h),
+            "embed_norm": (h,), "state_norm": (h,), "post_norm": (h,), "norm": (h,),
+        }  # fmt: skip
+        if shape.fc_norm:
+            sizes["fc_norm"] = (shape.num_aux, shape.target_hidden_size)
+        if shape.norm_before_fc:
+            sizes["input_norm"] = (aux,)
+        for name, size in sizes.items():
+            self.register_parameter(name, nn.Parameter(torch.ones(size, dtype=dtype, device=device)))
+        self.compute_dtype = dtype
+        self._copies: dict[str, Tensor] = {}
+        self.fused_grads = False  # weight gradients straight into .grad: one process or manual all-reduce; not under FSDP
+
+    @torch.no_grad()
+    def reset(self, generator: torch.Generator, std: float = 0.02) -> None:
+        """Matrices from a normal distribution, norms at one."""
+        for name, parameter in self.named_parameters():
+            if name in self.MATRICES:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float32) * std)
+            else:
+                parameter.fill_(1.0)
+
+    def set_compute(self, dtype: torch.dtype, fused_grads: bool = True) -> None:
+        """Compute in `dtype`; with fused_grads every matrix has a zeroed .grad that backward adds to."""
+        self.compute_dtype, self.fused_grads = dtype, fused_grads
+        self._copies = {}
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """After the masters changed: bring the copies in the compute dtype up to date."""
+        for name in self.MATRICES:
+            master = getattr(self, name)
+            if master.dtype != self.compute_dtype and self.fused_grads:
+                if name not in self._copies:
+                    self._copies[name] = torch.empty_like(master, dtype=self.compute_dtype, requires_grad=False)
+                self._copies[name].copy_(master)
+
+    def zero_grads(self) -> None:
+        """Every .grad there and zero."""
+        for parameter in self.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            else:
+                parameter.grad.zero_()
+
+    def compute(self, name: str) -> Tensor:
+        """The matrix in the compute dtype."""
+        master = getattr(self, name)
+        return self._copies[name] if name in self._copies else master.to(self.compute_dtype)
+
+    def linear(self, x: Tensor, name: str, add: Tensor | None = None) -> Tensor:
+        """x [R, in] @ matrix.T (+ add [R, out])."""
+        master = getattr(self, name)
+        if self.fused_grads and torch.is_grad_enabled() and master.requires_grad:
+            return _GradLinear.apply(x, master, self.compute(name).detach(), add)
+        weight = self.compute(name)
+        return torch.addmm(add, x, weight.t()) if add is not None else x @ weight.t()
+
+    def fuse_aux(self, aux: Tensor) -> Tensor:
+        """Target states [R, num_aux * Ht] -> the drafter's state [R, H]."""
+        shape = self.shape
+        if shape.norm_before_fc:
+            aux = rms_norm(aux, self.input_norm, shape.rms_norm_eps)
+        if shape.fc_norm:
+            parts = aux.chunk(shape.num_aux, dim=-1)
+            aux = torch.cat([rms_norm(part, self.fc_norm[i], shape.rms_norm_eps) for i, part in enumerate(parts)], dim=-1)
+        return self.linear(aux, "fc")
+
+    def embed_part(self, embeddings: Tensor) -> Tensor:
+        """The embedding's share of q, k, v. embeddings [R, H] -> [R, q + 2 kv]."""
+        return self.linear(rms_norm(embeddings, self.embed_norm, self.shape.rms_norm_eps), "qkv_embed")
+
+    def qkv(self, state: Tensor, embed_part: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """state [R, H], embed_part [R, q + 2 kv], cos and sin [R, d/2] -> q [R, nq, d], k, v [R, nkv, d], rotated."""
+        shape = self.shape
+        fused = self.linear(rms_norm(state, self.state_norm, shape.rms_norm_eps), "qkv_state", add=embed_part)
+        q, k, v = fused.split([shape.q_size, shape.kv_size, shape.kv_size], dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, shape.head_dim)) for part in (q, k, v))
+        return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
+
+    def after_attention(self, state: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+        """state [R, H] (the residual), attended [R, nq * d] -> (input of the LM head, state of the next step), both [R, H]."""
+        eps = self.shape.rms_norm_eps
+        middle = self.linear(attended, "o", add=state)
+        gate, up = self.linear(rms_norm(middle, self.post_norm, eps), "gate_up").chunk(2, dim=-1)
+        out = self.linear(nn.functional.silu(gate) * up, "down", add=middle)
+        normed = rms_norm(out, self.norm, eps)
+        return normed, (normed if self.shape.norm_output else out)

@@ -1,0 +1,75 @@
+"""Held-out samples: loss and accuracy by TTT step, and the predicted accept length by the walk of the design."""
+
+from __future__ import annotations
+
+from typing import Any, Iterable, Sequence
+
+import numpy as np
+import torch
+
+from .batches import Batch, Reader
+from .drafter import Drafter
+from .ttt_loss import StepCounts
+from .unroll import Fixed, Rope, unroll
+from .walk import Walked, walk
+
+
+class Window:
+    """Counts summed over a window of batches; ratios are taken of the sums, never of ratios."""
+
+    def __init__(self, steps: int):
+        self.steps = steps
+        self.sums = np.zeros((steps, 5))
+
+    def add(self, counts: Sequence[StepCounts]) -> None:
+        """Waits for the device."""
+        for step, one in enumerate(counts):
+            self.sums[step] += [one.rows, float(one.loss), float(one.correct), float(one.reached), float(one.accepted)]
+
+    def metrics(self) -> dict[str, list[float]]:
+        """By TTT step: loss, accuracy, and acceptance given that all earlier steps were right."""
+        rows, loss, correct, reached, accepted = self.sums.T
+
+        def ratio(a: np.ndarray, b: np.ndarray) -> list[float]:
+            return [float(x / y) if y else 0.0 for x, y in zip(a, b)]
+
+        return {"rows": [int(x) for x in rows], "loss": ratio(loss, rows), "accuracy": ratio(correct, rows), "acceptance": ratio(accepted, reached)}
+
+
+def accepted_by_row(batch: Batch, drafted: Sequence[torch.Tensor], fixed: Fixed) -> np.ndarray:
+    """[T] int64: how many draft tokens in a row match the text, for a chain that starts at each flat row."""
+    total = torch.zeros(len(batch.positions), dtype=torch.int64, device=batch.rows.device)
+    alive: torch.Tensor | None = None
+    for step, top in enumerate(drafted):
+        rows = batch.rows[: len(top)]
+        right = fixed.head.draft_ids[top] == batch.text_ids[rows + step]
+        alive = right if alive is None else right & alive[: len(top)]
+        total[rows] += alive
+    return total.cpu().numpy()
+
+
+@torch.no_grad()
+def evaluate(drafter: Drafter, store: Any, reader: Reader, batches: Iterable[Sequence[int]], fixed: Fixed, rope: Rope, num_steps: int) -> dict[str, Any]:
+    """Metrics over these samples; `num_steps` draft tokens a verification, as serving drafts. The store gives the masks to walk."""
+    window, walked = Window(num_steps), Walked()
+    own = Fixed(fixed.embedding, fixed.head, num_steps, fixed.decay)
+    masks = {}
+    device = fixed.embedding.device
+    samples = 0
+    for indices in batches:
+        batch = reader.build(indices)
+        if batch is None:
+            continue
+        masks = {sample.id: sample.loss_mask for sample in (store.get(index) for index in indices)}
+        batch = batch.to(device, drafter.compute_dtype)
+        _, counts, drafted = unroll(drafter, batch, own, rope, 1.0)
+        window.add(counts)
+        accepted = accepted_by_row(batch, drafted, own)
+        for document, name in enumerate(batch.sample_ids):
+            first, last = batch.offsets[document : document + 2].tolist()
+            mask = np.asarray(masks[name])
+            padded = np.zeros(len(mask), dtype=np.int64)
+            padded[: last - first] = accepted[first:last]
+            walked.add(walk(mask, padded))
+            samples += 1
+    return {"samples": samples, **window.metrics(), "walked_tokens": walked.tokens, "verifications": walked.verifications, "predicted_accept_length": walked.accept_length}

@@ -1,0 +1,193 @@
+"""The training loop: order, schedule, optimiser, evaluation, checkpoints."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Callable
+
+import numpy as np
+import torch
+
+from .batches import Reader, epoch_order, pack
+from .checkpoints import load_checkpoint, save_checkpoint
+from .config import Train
+from .drafter import Drafter
+from .errors import UserError
+from .evaluate import Window, evaluate
+from .progress import Progress
+from .unroll import Fixed, Rope, unroll
+
+
+def learning_rate(train: Train, step: int, total: int) -> float:
+    """Linear warm-up, then cosine down to min_lr_ratio of the peak. `step` counts from 0."""
+    warmup = max(1, round(train.warmup_ratio * total))
+    if step < warmup:
+        return train.lr * (step + 1) / warmup
+    done = (step - warmup) / max(1, total - warmup)
+    return train.lr * (train.min_lr_ratio + (1 - train.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0))))
+
+
+@dataclass
+class Plan:
+    """Which samples each optimiser step reads: [step][batch of the step][sample]. Made from lengths and seed alone, so a resumed run has the same."""
+
+    steps: list[list[list[int]]]
+    epoch_ends: list[int]  # step numbers after which an epoch is over
+
+
+def make_plan(train: Train, indices: np.ndarray, lengths: np.ndarray) -> Plan:
+    """`indices` are the training samples, `lengths` of all samples in the store."""
+    steps: list[list[list[int]]] = []
+    ends = []
+    for epoch in range(train.epochs):
+        order = indices[epoch_order(len(indices), train.seed, epoch)]
+        batches = pack(order, lengths, train.batch_tokens)
+        steps += [batches[i : i + train.accumulate] for i in range(0, len(batches), train.accumulate)]
+        ends.append(len(steps))
+    return Plan(steps, ends)
+
+
+@dataclass
+class State:
+    """What a run knows beside weights; plain values, they go into checkpoints."""
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    rows: int = 0
+    seconds: float = 0.0
+    best: float = -1.0
+    best_step: int = 0
+    without_better: int = 0
+    history: list[dict[str, Any]] = field(default_factory=list)  # training windows
+    evals: list[dict[str, Any]] = field(default_factory=list)
+    bad: dict[str, str] = field(default_factory=dict)
+
+
+class Trainer:
+    """Runs a plan over a store. `on_best(drafter, evaluation)` is called whenever the predicted accept length is the best so far."""
+
+    def __init__(
+        self, train: Train, drafter: Drafter, fixed: Fixed, store: Any, training: np.ndarray, heldout: np.ndarray, checkpoints: Path | None,
+        num_steps: int, on_best: Callable[[Drafter, dict[str, Any]], None],
+    ):  # fmt: skip
+        self.train, self.drafter, self.fixed, self.store = train, drafter, fixed, store
+        self.device, self.num_steps, self.checkpoints, self.on_best = fixed.embedding.device, num_steps, checkpoints, on_best
+        lengths = np.asarray(store.lengths)
+        self.plan = make_plan(train, training, lengths)
+        self.heldout = pack(heldout[: train.eval_samples], lengths, train.batch_tokens)
+        cuda = self.device.type == "cuda"
+        self.reader = Reader(store, fixed.steps, train.max_bad_samples, drafter.compute_dtype, pin=cuda)
+        self.eval_reader = Reader(store, num_steps, train.max_bad_samples, drafter.compute_dtype, pin=cuda)
+        self.rope = Rope(drafter, self.device, drafter.compute_dtype)
+        self.optimizer = torch.optim.AdamW(drafter.parameters(), lr=train.lr, betas=tuple(train.betas), weight_decay=train.weight_decay, fused=True)
+        self.top_tokens: dict[str, torch.Tensor] = {}  # the target's own next token, by sample: the same in every epoch
+        self.state = State()
+        self.stop_reason = ""
+
+    def resume(self, folder: Path) -> None:
+        """Go on where the checkpoint stands. Raises UserError when the plan has changed since."""
+        saved = load_checkpoint(folder, self.drafter, self.optimizer)
+        if saved["plan_steps"] != len(self.plan.steps):
+            raise UserError(f"{folder} belongs to a run of {saved['plan_steps']} steps, this one has {len(self.plan.steps)}: data or [train] changed; set them back, or start anew without --resume")
+        names = State.__dataclass_fields__
+        self.state = State(**{key: value for key, value in saved.items() if key in names})
+        self.reader.bad = dict(self.state.bad)
+        self.drafter.refresh()
+
+    def run(self, progress: Progress | None = None) -> State:
+        """Train to the plan's end, or until early stopping."""
+        state, train = self.state, self.train
+        todo = self.plan.steps[state.step :]
+        flat = self.reader.read([batch for step in todo for batch in step])
+        window, since = Window(self.fixed.steps), time.monotonic()
+        try:
+            for batches in todo:
+                group = [next(flat) for _ in batches]
+                counts = self.one_step([batch for batch in group if batch is not None])
+                state.step += 1
+                for batch in group:
+                    if batch is not None:
+                        state.samples += len(batch.sample_ids)
+                        state.tokens += batch.tokens
+                        state.rows += batch.counts[0]
+                        if progress is not None:
+                            progress.update(len(batch.sample_ids), batch.tokens)
+                for one in counts:
+                    window.add(one)
+                epoch_end = state.step in self.plan.epoch_ends
+                due = epoch_end if not train.eval_every else state.step % train.eval_every == 0
+                if epoch_end or state.step == len(self.plan.steps) or (train.eval_every and due):
+                    state.history.append({"step": state.step, "lr": learning_rate(train, state.step - 1, len(self.plan.steps)), **window.metrics()})
+                    window = Window(self.fixed.steps)
+                if due or state.step == len(self.plan.steps):
+                    state.seconds += time.monotonic() - since
+                    self.evaluate()
+                    since = time.monotonic()
+                if self.checkpoints and (epoch_end or state.step % train.checkpoint_every == 0 or state.step == len(self.plan.steps)):
+                    self.save(state.seconds + time.monotonic() - since)
+                if train.early_stop and state.without_better >= train.early_stop:
+                    self.stop_reason = f"no better predicted accept length in {state.without_better} evaluations"
+                    break
+        finally:
+            flat.close()
+        return state
+
+    def one_step(self, batches: list[Any]) -> list[Any]:
+        """Forward, backward and update on these batches together. Returns the counts of each."""
+        drafter, train = self.drafter, self.train
+        rows = sum(batch.counts[0] for batch in batches)
+        if not rows:
+            return []
+        drafter.zero_grads()
+        counts = []
+        for batch in batches:
+            moved = batch.to(self.device, drafter.compute_dtype)
+            loss, one, _ = unroll(drafter, moved, self.fixed, self.rope, float(rows), self.known_tokens(moved))
+            loss.backward()
+            counts.append(one)
+        norm = torch.nn.utils.clip_grad_norm_(drafter.parameters(), train.max_grad_norm or math.inf)
+        if not bool(torch.isfinite(norm)):
+            raise UserError(f"the gradient of step {self.state.step} is not finite; lower train.lr, or look at the samples {', '.join(batches[0].sample_ids[:3])} ...")
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(train, self.state.step, len(self.plan.steps))
+        self.optimizer.step()
+        drafter.refresh()
+        return counts
+
+    def known_tokens(self, batch: Any) -> torch.Tensor:
+        """The target's own next tokens of the batch's rows [R]; computed once a sample, then kept."""
+        documents = torch.bucketize(batch.rows.cpu(), batch.offsets, right=True) - 1
+        if all(name in self.top_tokens for name in batch.sample_ids):
+            flat = torch.cat([self.top_tokens[name] for name in batch.sample_ids])
+            place = torch.argsort(torch.argsort(batch.rows.cpu()))
+            return flat[place].long().to(self.device)
+        tops = self.fixed.head.top_tokens(batch.final)
+        order = torch.argsort(batch.rows.cpu())
+        by_row, document_of = tops.cpu()[order].int(), documents[order]
+        for document, name in enumerate(batch.sample_ids):
+            self.top_tokens[name] = by_row[document_of == document].clone()
+        return tops
+
+    def evaluate(self) -> None:
+        """Walk the held-out samples; keep the best."""
+        state = self.state
+        if not self.heldout:
+            return
+        found = {"step": state.step, **evaluate(self.drafter, self.store, self.eval_reader, self.heldout, self.fixed, self.rope, self.num_steps)}
+        state.evals.append(found)
+        if found["predicted_accept_length"] > state.best:
+            state.best, state.best_step, state.without_better = found["predicted_accept_length"], state.step, 0
+            self.on_best(self.drafter, found)
+        else:
+            state.without_better += 1
+
+    def save(self, seconds: float) -> None:
+        """A checkpoint of now."""
+        state = self.state
+        state.bad = dict(self.reader.bad)
+        plain = {name: getattr(state, name) for name in State.__dataclass_fields__} | {"seconds": seconds, "plan_steps": len(self.plan.steps)}
+        save_checkpoint(self.checkpoints, state.step, state.best_step, self.drafter, self.optimizer, plain)
