@@ -87,6 +87,7 @@ class Trainer:
         self.top_tokens: dict[str, torch.Tensor] = {}  # the target's own next token, by sample: the same in every epoch
         self.state = State()
         self.stop_reason = ""
+        self.extra_state: dict[str, Any] = {}  # goes into every checkpoint
 
     def resume(self, folder: Path) -> None:
         """Go on where the checkpoint stands. Raises UserError when the plan has changed since."""
@@ -189,5 +190,5 @@ class Trainer:
         """A checkpoint of now."""
         state = self.state
         state.bad = dict(self.reader.bad)
-        plain = {name: getattr(state, name) for name in State.__dataclass_fields__} | {"seconds": seconds, "plan_steps": len(self.plan.steps)}
+        plain = {name: getattr(state, name) for name in State.__dataclass_fields__} | {"seconds": seconds, "plan_steps": len(self.plan.steps)} | self.extra_state
         save_checkpoint(self.checkpoints, state.step, state.best_step, self.drafter, self.optimizer, plain)

@@ -1,0 +1,172 @@
+#!/usr/bin/env python3
+"""EAGLE-3 with training-time test on the run's store; writes the best drafter to runs/<run>/drafter as SGLang loads it.
+
+Run again, it goes on from the last checkpoint when config and data are the same, and starts anew when they are not.
+"""
+
+import argparse
+import hashlib
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import numpy as np
+import torch
+
+from aerie.checkpoints import last_checkpoint, read_state
+from aerie.config import Config, add_config_arguments, config_from_args
+from aerie.curves import draw_curves, warnings_of
+from aerie.drafter import Drafter
+from aerie.drafter_init import init_from_target, make_shape
+from aerie.errors import UserError, run_main
+from aerie.export import export_drafter, from_names, read_drafter
+from aerie.identity import model_hash, tokenizer_hash
+from aerie.progress import Progress
+from aerie.report import write_report
+from aerie.store import Store
+from aerie.target_weights import TargetWeights
+from aerie.trainer import Trainer
+from aerie.ttt_loss import TargetHead
+from aerie.unroll import Fixed
+from aerie.vocab import load_vocab_map
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def pick_device(config: Config) -> tuple[torch.device, torch.dtype]:
+    """Device and compute dtype of this run."""
+    name = config.train.device
+    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"train.device = {name!r}, but PyTorch sees no GPU here; set train.device=cpu")
+    dtype = config.train.dtype
+    return device, (torch.bfloat16 if device.type == "cuda" else torch.float32) if dtype == "auto" else DTYPES[dtype]
+
+
+def check_store(config: Config, store: Store) -> None:
+    """Refuse states of another target, other layers or another tokenizer."""
+    manifest, target = store.manifest, config.model_path
+    where = f"the store in {store.path}"
+    if manifest.get("model_hash") != model_hash(target):
+        raise UserError(f"{where} holds states of another model ({manifest.get('model_path')}) than target.model_path = {target}; extract again, or name that model")
+    if manifest.get("aux_layer_ids") != config.target.aux_layer_ids:
+        raise UserError(f"{where} holds states of layers {manifest.get('aux_layer_ids')}, target.aux_layer_ids is {config.target.aux_layer_ids}; extract again, or set them back")
+    if manifest.get("tokenizer_hash") != tokenizer_hash(target):
+        raise UserError(f"{where} was made with another tokenizer than the one in {target}; make data and extract again")
+
+
+def target_head(manifest: dict, target: TargetWeights, draft_ids: torch.Tensor, device: torch.device, dtype: torch.dtype) -> TargetHead:
+    """The target's LM head, whole and on the draft vocabulary."""
+    head = target.lm_head().to(device, dtype)
+    to_draft = torch.full((len(head),), -1, dtype=torch.int64)
+    to_draft[draft_ids] = torch.arange(len(draft_ids))
+    logits = manifest.get("logits") or {}
+    ids = draft_ids.to(device)
+    return TargetHead(head, head[ids].contiguous(), ids, to_draft.to(device), float(logits.get("logit_scale") or 1.0), float(logits.get("final_logit_softcapping") or 0.0))
+
+
+def fingerprint(config: Config, store: Store, vocab: dict[str, str]) -> str:
+    """What a checkpoint belongs to: sections that shape the run, and the samples."""
+    sections = config.as_dict()
+    train = {key: value for key, value in sections["train"].items() if key not in ("threads", "stop_server", "checkpoint_every", "max_bad_samples", "device")}
+    text = json.dumps([sections["target"], sections["draft"], train, vocab, store.ids], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def begin(config: Config, drafter: Drafter, target: TargetWeights, head: torch.Tensor) -> str:
+    """First weights of the drafter; returns a sentence about where they came from."""
+    generator = torch.Generator().manual_seed(config.train.seed)
+    drafter.reset(generator)
+    if config.train.init_from:
+        folder = Path(config.train.init_from).expanduser()
+        _, tensors = read_drafter(folder)
+        from_names(drafter, tensors, str(folder))
+        return f"from {folder}"
+    if config.draft.init == "auto":
+        return f"from the target's last layer and head: {', '.join(init_from_target(drafter, target, head, generator)) or 'nothing fitted'}"
+    return "random"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_config_arguments(parser)
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint; an error when there is none or it is of another run")
+    parser.add_argument("--fresh", action="store_true", help="start anew, whatever checkpoints there are")
+    args = parser.parse_args()
+    config = config_from_args(args)
+    train, run = config.train, config.run
+    if train.threads:
+        torch.set_num_threads(train.threads)
+    torch.manual_seed(train.seed)
+    device, dtype = pick_device(config)
+    target = TargetWeights(config.model_path)
+    store = Store.open(run.store)
+    check_store(config, store)
+    shape = make_shape(config, target)
+    vocab = load_vocab_map(run.data / "vocab_map.safetensors", store.manifest["tokenizer_hash"], shape.vocab_size, config.draft.vocab_size)
+    draft_ids = torch.from_numpy(vocab.d2t + np.arange(len(vocab.d2t)))
+    training, heldout = np.flatnonzero(~store.heldout), np.flatnonzero(store.heldout)
+    if not len(training):
+        raise UserError(f"the store in {store.path} holds no training sample; make data and extract first")
+    head = target_head(store.manifest, target, draft_ids, device, dtype)
+    drafter = Drafter(shape, device=device)
+    origin = begin(config, drafter, target, head.draft_head)
+    drafter.set_compute(dtype)
+    fixed = Fixed(target.embedding().to(device, dtype), head, train.ttt_steps, train.step_decay, train.activation_checkpointing)
+    export_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
+    belongs = fingerprint(config, store, vocab.metadata)
+    identity = {
+        "model_hash": store.manifest["model_hash"], "tokenizer_hash": store.manifest["tokenizer_hash"], "aux_layer_ids": config.target.aux_layer_ids,
+        "capture_points": store.manifest.get("capture_points"), "fc_norm": shape.fc_norm, "norm_before_fc": shape.norm_before_fc, "norm_output": shape.norm_output,
+        "num_steps": config.serve.num_steps, "fingerprint": belongs,
+    }  # fmt: skip
+
+    def on_best(best: Drafter, found: dict) -> None:
+        print(f"step {found['step']}: predicted accept length {found['predicted_accept_length']:.3f}, held-out accuracy "
+              f"{', '.join(f'{value:.3f}' for value in found['accuracy'])}; exported", flush=True)  # fmt: skip
+        training_json = {**identity, "step": found["step"], "predicted_accept_length": found["predicted_accept_length"]}
+        export_drafter(run.drafter, best, draft_ids, config.target.aux_layer_ids, target.config, export_dtype, training_json)
+
+    trainer = Trainer(train, drafter, fixed, store, training, heldout, run.checkpoints, config.serve.num_steps, on_best)
+    print(f"drafter: {sum(p.numel() for p in drafter.parameters()) / 1e6:.1f} M parameters, {origin}; {dtype} on {device}", flush=True)
+    print(f"{len(training)} samples to train on, {len(heldout[: train.eval_samples])} held out; {len(trainer.plan.steps)} steps in {train.epochs} epochs", flush=True)
+    latest = last_checkpoint(run.checkpoints)
+    if latest is not None and not args.fresh and read_state(latest).get("fingerprint") == belongs:
+        trainer.resume(latest)
+        print(f"resumed from {latest.name}", flush=True)
+    elif args.resume:
+        raise UserError(f"nothing to resume: {'the checkpoint ' + str(latest) + ' is of other data or another config' if latest else f'no checkpoint in {run.checkpoints}'}; leave out --resume to start anew")
+    else:
+        if latest is not None:
+            print(f"starting anew: {latest.name} is of other data or another config" if not args.fresh else "starting anew", flush=True)
+        shutil.rmtree(run.checkpoints, ignore_errors=True)
+    trainer.extra_state = {"fingerprint": belongs}
+    progress = Progress(len(training) * train.epochs, "trained", already=trainer.state.samples)
+    started = time.monotonic()
+    state = trainer.run(progress)
+    progress.close()
+    if state.best < 0:  # no held-out samples: the last weights are all there is
+        export_drafter(run.drafter, drafter, draft_ids, config.target.aux_layer_ids, target.config, export_dtype, {**identity, "step": state.step})
+    warnings = warnings_of(state.history, state.evals)
+    for warning in warnings:
+        print(f"warning: {warning}", flush=True)
+    best = next((found for found in state.evals if found["step"] == state.best_step), {})
+    draw_curves(run.drafter / "curves.png", state.history, state.evals)
+    report = write_report(
+        run.drafter / "report.json", config=config.as_dict(), predicted_accept_length=best.get("predicted_accept_length"), best_step=state.best_step, steps=state.step,
+        epochs=train.epochs, samples=state.samples, tokens=state.tokens, supervised_rows=state.rows, train_seconds=state.seconds,
+        train_tok_s=state.tokens / max(state.seconds, 1e-9), wall_seconds=time.monotonic() - started, eval=best, evals=state.evals, history=state.history,
+        bad_samples=trainer.reader.bad, warnings=warnings, stopped_early=trainer.stop_reason, drafter_parameters=sum(p.numel() for p in drafter.parameters()),
+        init=origin, compute_dtype=str(dtype), **({"peak_gpu_bytes": torch.cuda.max_memory_allocated()} if device.type == "cuda" else {}),
+    )  # fmt: skip
+    print(f"trained on {state.samples} samples in {state.seconds:.0f} s, {report['train_tok_s']:.0f} tok/s; predicted accept length "
+          f"{report['predicted_accept_length'] or float('nan'):.3f} (step {state.best_step}); {run.drafter}", flush=True)  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,50 @@
+"""Curves of a training run as a PNG, and warnings when they look wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+LEAK_LOSS = 0.05  # nats: below it so early the label is among the inputs
+LEAK_STEPS = 20
+
+
+def warnings_of(history: list[dict[str, Any]], evals: list[dict[str, Any]]) -> list[str]:
+    """Sentences about curves that no sound run has."""
+    found = []
+    for window in history:
+        if window["step"] <= LEAK_STEPS and window["rows"][0] and window["loss"][0] < LEAK_LOSS:
+            found.append(f"the loss was {window['loss'][0]:.4f} at step {window['step']} already: the label may be among the inputs (alignment, mask), or the data repeats itself")
+            break
+    for kind, entries in (("training", history), ("held-out", evals)):
+        if entries and len(entries[-1]["accuracy"]) > 1 and entries[-1]["rows"][1]:
+            first, second = entries[-1]["accuracy"][:2]
+            if second > first + 0.02:
+                found.append(f"{kind} accuracy of TTT step 1 ({second:.3f}) is above step 0 ({first:.3f}): step 0 may be shifted against its labels")
+    return found
+
+
+def draw_curves(path: Path, history: list[dict[str, Any]], evals: list[dict[str, Any]]) -> None:
+    """Loss and accuracy by TTT step on training windows and held-out samples, and the predicted accept length."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 3, figsize=(15, 4))
+    for axis, key in ((axes[0], "loss"), (axes[1], "accuracy")):
+        for entries, style, name in ((history, "-", "training"), (evals, "--", "held out")):
+            for step in range(min(4, len(entries[0][key]) if entries else 0)):
+                axis.plot([e["step"] for e in entries], [e[key][step] for e in entries], style, color=f"C{step}", marker=".", label=f"{name}, TTT step {step}")
+        axis.set_xlabel("optimiser step")
+        axis.set_title(key)
+        if history or evals:
+            axis.legend(fontsize=7)
+    axes[2].plot([e["step"] for e in evals], [e["predicted_accept_length"] for e in evals], marker="o", color="C2")
+    axes[2].set_title("predicted accept length (walk, held out)")
+    axes[2].set_xlabel("optimiser step")
+    figure.tight_layout()
+    temporary = path.with_name(f".{path.stem}.tmp.png")
+    figure.savefig(temporary, dpi=110)
+    temporary.replace(path)
+    pyplot.close(figure)
