@@ -70,6 +70,7 @@ class Extract:
     dump_budget_gb: float = 0.0  # bytes of dumps in flight; 0: from the free space of the dump folder
     dtype: str = "model"  # model, or fp8 (e4m3 rows with one float32 scale)
     shard_gb: float = 1.0
+    shard_s: float = 60.0  # a shard also ends at this age: what a crash can cost; 0: by size alone
     keep_gb: float = 0.0  # streaming: shards are deleted once trained on, so that the store stays under this; 0: keep all
     all_final_rows: bool = False  # keep `final` also where no supervised position needs it
     proof_samples: int = 16  # samples whose argmax(lm_head(final)) is compared with the server's own answer

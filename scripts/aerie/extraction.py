@@ -1,0 +1,382 @@
+"""Ask the servers for samples, check each dump, move it into the store. Everything that happens to a sample is decided here.
+
+Threads: `max_in_flight` lanes a server send requests; one collector finds the dumps of answered requests (and removes those nobody waits for); workers check
+them and write them into the store. The window is bounded in requests by the lanes and in bytes by the dump budget, which a dump gives back when it is deleted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from .config import Config
+from .dumps import DumpError, check_dump, read_dump, read_error, remove_dump
+from .errors import UserError
+from .extract_plan import Job, Plan
+from .final_proof import FinalProof, logprob_request
+from .generate_client import Client, RequestTimeout, ServerGone, error_text
+from .progress import Progress
+from .rid import new_rid, parse_rid
+from .store import StoreWriter
+
+POLL_S = 0.004  # how often the dump folder is looked at while a dump is due
+SWEEP_S = 2.0  # how often late dumps are removed
+DISK_MARGIN = 64 << 20
+LOST_FACTOR = 3  # a sample that was in flight when the server died attempts * this often is given up: it may be what kills it
+
+
+@dataclass
+class Task:
+    """A job on its way."""
+
+    job: Job
+    nbytes: int
+    prove: bool = False
+    attempts: int = 0
+    lost: int = 0
+    sent: float = 0.0
+    answered: float = 0.0
+    answer: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Outcome:
+    """What the run came to."""
+
+    failed: dict[str, tuple[str, int]] = field(default_factory=dict)  # sample: (reason, attempts)
+    extracted: int = 0
+    tokens: int = 0
+    retries: int = 0
+    late: int = 0
+    server_losses: int = 0
+    seconds: float = 0.0
+    peak_in_flight: int = 0
+    peak_dump_bytes: int = 0
+    stopped: str = ""  # why not everything was asked for
+
+
+def default_budget(folder: Path) -> int:
+    """Bytes of dumps in flight when the config says nothing: half of what is free in the dump folder now."""
+    return shutil.disk_usage(folder).free // 2
+
+
+class Extraction:
+    """One run over `jobs`. `identity` is what every dump must say of its states."""
+
+    def __init__(self, config: Config, plan: Plan, jobs: list[Job], writer: StoreWriter, urls: list[str], folder: Path, identity: dict[str, Any], workers: int = 0):
+        self.config, self.plan, self.writer, self.urls, self.folder, self.identity = config, plan, writer, urls, folder, identity
+        self.options = config.extract
+        item = {"float32": 4, "fp8": 1}.get(identity["dtype"], 2)
+        self.token_bytes = (len(identity["aux_layer_ids"]) + 1) * identity["hidden_size"] * item + 4
+        self.budget = int(self.options.dump_budget_gb * 1e9) or default_budget(folder)
+        self.keep_bytes = int(self.options.keep_gb * 1e9)
+        self.pending = deque(Task(job, job.tokens * self.token_bytes, prove=place < self.options.proof_samples) for place, job in enumerate(jobs))
+        self.total = len(jobs)
+        self.live: dict[str, Task] = {}  # rid -> task: sent, and not yet in the store
+        self.answered: dict[str, Task] = {}  # of these: whose dump is due
+        self.in_flight_bytes = 0
+        self.outcome = Outcome()
+        self.proof = FinalProof(config.model_path)
+        self.changed = threading.Condition()
+        self.ready: SimpleQueue[tuple[str, Task] | None] = SimpleQueue()
+        self.fatal: BaseException | None = None
+        self.stopping = False
+        self.down_since: dict[str, float] = {}
+        self.waiting_for_trainer = False
+        self.worker_count = workers or max(2, min(8, (os.cpu_count() or 2) // 2))
+        self.progress = Progress(len(plan.jobs), "extracted", already=sum(job.id in writer.done for job in plan.jobs))
+
+    # ---- from start to end
+
+    def run(self) -> Outcome:
+        """Until every job is in the store or failed for good. Raises UserError when it must stop early; the store is whole either way."""
+        self.sweep(set())
+        start = time.monotonic()
+        threads = [threading.Thread(target=self._guard, args=(self._lane, url), daemon=True) for url in self.urls for _ in range(self.options.max_in_flight)]
+        collector = threading.Thread(target=self._guard, args=(self._collect,), daemon=True)
+        workers = [threading.Thread(target=self._guard, args=(self._work,), daemon=True) for _ in range(self.worker_count)]
+        for thread in (*threads, collector, *workers):
+            thread.start()
+        try:
+            while not self._finished():
+                self._look_after()
+                with self.changed:
+                    self.changed.wait(0.5)
+        except KeyboardInterrupt:
+            self.outcome.stopped = "interrupted"
+        self._stop()
+        collector.join()
+        for _ in workers:
+            self.ready.put(None)
+        for thread in workers:
+            thread.join()
+        self.progress.close()
+        self._end_store()
+        self.outcome.seconds = time.monotonic() - start
+        if self.fatal is not None:
+            raise self.fatal
+        return self.outcome
+
+    def _guard(self, function: Any, *args: Any) -> None:
+        """Run a thread's function; what it raises ends the run."""
+        try:
+            function(*args)
+        except BaseException as exc:
+            with self.changed:
+                self.fatal = self.fatal or exc
+                self.stopping = True
+                self.changed.notify_all()
+
+    def _finished(self) -> bool:
+        with self.changed:
+            return self.stopping or bool(self.outcome.stopped) or not self.pending and not self.live
+
+    def _stop(self) -> None:
+        with self.changed:
+            self.stopping = True
+            self.changed.notify_all()
+
+    def _end_store(self) -> None:
+        """Keep what is whole; after a write error the shards in the making are dropped, and their samples asked for again next time."""
+        if isinstance(self.fatal, OSError):
+            self.writer.abandon()
+            return
+        try:
+            self.writer.close(complete=self.fatal is None and not self.outcome.stopped and not self.outcome.failed)
+        except OSError as exc:
+            self.writer.abandon()
+            self.fatal = self.fatal or exc
+
+    def _look_after(self) -> None:
+        """The main thread's rounds: disk, trainer, servers, too many failures."""
+        total, _, free = shutil.disk_usage(self.writer.path)
+        with self.changed:
+            needed = self.in_flight_bytes + min(DISK_MARGIN, total // 50)
+            if free < needed:
+                self.outcome.stopped = f"the disk of {self.writer.path} runs short: {free / 1e9:.2f} GB free, {needed / 1e9:.2f} GB needed for what is in flight"
+            if len(self.outcome.failed) > self.options.max_failed:
+                self.outcome.stopped = f"{len(self.outcome.failed)} samples failed for good, more than extract.max_failed = {self.options.max_failed}"
+            if self.proof.refuted():
+                self.outcome.stopped = f"`final` is not what the LM head reads: {self.proof.sentence()}, and at least 99% must be equal; were the states made by this target?"
+            now = time.monotonic()
+            if len(self.down_since) == len(self.urls) and now - max(self.down_since.values()) > self.options.server_wait_s:
+                self.outcome.stopped = f"no server at {', '.join(self.urls)} for {self.options.server_wait_s:.0f} s (extract.server_wait_s)"
+        if self.keep_bytes:
+            if self.waiting_for_trainer and not self.in_flight_bytes:
+                self.writer.roll()  # the trainer can only make room by consuming whole shards
+            if self.writer.delete_consumed():
+                with self.changed:
+                    self.changed.notify_all()
+
+    # ---- lanes: one request at a time each
+
+    def _lane(self, url: str) -> None:
+        client = Client(url, self.options.request_timeout_s)
+        while (task := self._next(url)) is not None:
+            self._send(client, task)
+        client.close()
+
+    def _next(self, url: str) -> Task | None:
+        """The next task for this server once the window has room; None at the end."""
+        while True:
+            with self.changed:
+                if self.stopping or not self.pending and not self.live:
+                    return None
+                if url not in self.down_since and self.pending and self._room(self.pending[0]):
+                    task = self.pending.popleft()
+                    self.in_flight_bytes += task.nbytes
+                    self.outcome.peak_dump_bytes = max(self.outcome.peak_dump_bytes, self.in_flight_bytes)
+                    return task
+                if url not in self.down_since:
+                    self.changed.wait(0.5)
+                    continue
+            self._wait_for(url)
+
+    def _room(self, task: Task) -> bool:
+        if not self.in_flight_bytes:
+            return not self.keep_bytes or self._room_in_store(task)  # a dump larger than the whole budget goes alone
+        return self.in_flight_bytes + task.nbytes <= self.budget and (not self.keep_bytes or self._room_in_store(task))
+
+    def _room_in_store(self, task: Task) -> bool:
+        """Streaming: whether the store has room for everything in flight and this."""
+        self.waiting_for_trainer = self.writer.bytes + self.in_flight_bytes + task.nbytes > self.keep_bytes
+        return not self.waiting_for_trainer
+
+    def _wait_for(self, url: str) -> None:
+        """A server went away: look once a second; the lane that sees it again wakes the others."""
+        if Client(url, 5.0).healthy():
+            with self.changed:
+                if self.down_since.pop(url, None) is not None:
+                    print(f"{url} is back", flush=True)
+                self.changed.notify_all()
+            return
+        with self.changed:
+            self.changed.wait(1.0)
+
+    def _send(self, client: Client, task: Task) -> None:
+        rid = str(new_rid(self.config.run.name, task.job.id, task.job.tokens))
+        body: dict[str, Any] = {
+            "rid": rid, "input_ids": self.plan.sample(task.job).input_ids.tolist(), "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True},
+        }  # fmt: skip
+        if task.prove:
+            body |= logprob_request(task.job.tokens)
+        task.sent = time.monotonic()
+        with self.changed:
+            self.live[rid] = task
+            self.outcome.peak_in_flight = max(self.outcome.peak_in_flight, len(self.live))
+        try:
+            status, data = client.request("POST", "/generate", body)
+            answer = json.loads(data) if status == 200 else {}
+        except RequestTimeout as exc:
+            self._abort(client, rid)
+            self._retry(rid, str(exc))
+            return
+        except ServerGone as exc:
+            self._lost(client.url, rid, str(exc))
+            return
+        except ValueError:
+            self._retry(rid, f"the answer of {client.url} is not JSON: {error_text(data)!r}")
+            return
+        if status == 503:
+            self._lost(client.url, rid, f"{client.url} answered 503: {error_text(data)}")
+        elif status != 200:
+            self._retry(rid, f"{client.url} answered {status}: {error_text(data)}")
+        elif (reason := answer.get("meta_info", {}).get("finish_reason") or {}).get("type") == "abort":
+            self._retry(rid, f"{client.url} aborted the request: {reason.get('message', 'no reason given')}")
+        else:
+            with self.changed:
+                task.answer, task.answered = answer, time.monotonic()
+                self.answered[rid] = task
+
+    def _abort(self, client: Client, rid: str) -> None:
+        """Tell the server to forget a request that timed out; whether it can does not matter."""
+        try:
+            client.request("POST", "/abort_request", {"rid": rid}, timeout_s=5.0)
+        except (ServerGone, RequestTimeout):
+            pass
+
+    # ---- what becomes of a request
+
+    def _forget(self, rid: str) -> Task:
+        """The dump is deleted or will never be waited for: its bytes are free again."""
+        task = self.live.pop(rid)
+        self.answered.pop(rid, None)
+        self.in_flight_bytes -= task.nbytes
+        self.changed.notify_all()
+        return task
+
+    def _retry(self, rid: str, reason: str) -> None:
+        remove_dump(self.folder, rid)
+        with self.changed:
+            task = self._forget(rid)
+            task.attempts += 1
+            self.outcome.retries += 1
+            given_up = task.attempts >= self.options.attempts
+            self._again(task, reason, given_up, task.attempts)
+
+    def _lost(self, url: str, rid: str, reason: str) -> None:
+        """The server went away with this request: not the sample's fault, as long as it does not happen each time."""
+        with self.changed:
+            task = self._forget(rid)
+            task.lost += 1
+            if url not in self.down_since:
+                self.outcome.server_losses += 1
+                self.down_since[url] = time.monotonic()
+                print(f"{reason}; waiting for it", flush=True)
+            self._again(task, f"the server died {task.lost} times while it had this sample", task.lost >= self.options.attempts * LOST_FACTOR, task.lost)
+
+    def _again(self, task: Task, reason: str, given_up: bool, attempts: int) -> None:
+        if not given_up:
+            self.pending.append(task)
+            return
+        self.outcome.failed[task.job.id] = (reason, attempts)
+        self.progress.update(0, errors=1)
+        print(f"sample {task.job.id} ({task.job.tokens} tokens) failed for good: {reason}", flush=True)
+
+    # ---- dumps
+
+    def _collect(self) -> None:
+        """Hand the dumps of answered requests to the workers; give up on those that do not come; remove what nobody waits for."""
+        next_sweep = time.monotonic() + SWEEP_S
+        while True:
+            with self.changed:
+                if self.stopping:
+                    return
+                due = list(self.answered.items())
+                if not due:
+                    self.changed.wait(POLL_S)
+            for rid, task in due:
+                if (self.folder / f"{rid}.safetensors").exists():
+                    with self.changed:
+                        del self.answered[rid]
+                    self.ready.put((rid, task))
+                elif (reason := read_error(self.folder, rid)) is not None:
+                    self._retry(rid, f"the server wrote no dump: {reason}")
+                elif time.monotonic() - task.answered > self.options.request_timeout_s:
+                    self._retry(rid, f"answered, but no dump in {self.folder} after {self.options.request_timeout_s:g} s (is capture on, and is this the server's folder?)")
+            if due:
+                time.sleep(POLL_S)
+            if time.monotonic() > next_sweep:
+                next_sweep = time.monotonic() + SWEEP_S
+                with self.changed:
+                    live = set(self.live)
+                self.outcome.late += self.sweep(live)
+
+    def sweep(self, live: set[str]) -> int:
+        """Remove dumps of this run that nobody waits for: late ones, and those of an earlier process."""
+        removed = 0
+        for entry in os.scandir(self.folder):
+            stem, _, ending = entry.name.rpartition(".")
+            if ending not in ("safetensors", "error") or stem in live:
+                continue
+            parts = parse_rid(stem)
+            if parts is None or parts.run != self.config.run.name:
+                continue
+            with self.changed:
+                wanted = stem in self.live
+            if not wanted:
+                Path(entry.path).unlink(missing_ok=True)
+                removed += 1
+        return removed
+
+    def _work(self) -> None:
+        while (item := self.ready.get()) is not None:
+            if not self.stopping:
+                self._take(*item)
+
+    def _take(self, rid: str, task: Task) -> None:
+        """Check one dump and move it into the store."""
+        sample = self.plan.sample(task.job)
+        try:
+            dump = read_dump(self.folder / f"{rid}.safetensors")
+            check_dump(dump, rid, sample.input_ids)
+            found = dump.identity()
+            if differ := [f"{key} {found[key]!r} instead of {self.identity[key]!r}" for key in found if found[key] != self.identity[key]]:
+                raise UserError(f"the server's states changed during the run: {', '.join(differ)}; was it started again with another model or config?")
+            if task.prove:
+                try:
+                    self.proof.compare(dump.final_float(), task.answer)
+                except (KeyError, ValueError, IndexError, TypeError) as exc:
+                    raise DumpError(f"the server's answer has no log-probabilities of the known form ({exc!r})") from None
+            scales = {"aux_scale": torch.stack(dump.aux_scale, 1).numpy(), "final_scale": dump.final_scale.numpy()} if dump.aux_scale else {}
+            self.writer.add(task.job.id, sample.input_ids, sample.loss_mask, dump.aux, dump.final, task.job.heldout, **scales)
+        except DumpError as exc:
+            self._retry(rid, str(exc))
+            return
+        del dump
+        remove_dump(self.folder, rid)
+        with self.changed:
+            self._forget(rid)
+            self.outcome.extracted += 1
+            self.outcome.tokens += task.job.tokens
+            self.progress.update(1, task.job.tokens, task.nbytes, task.answered - task.sent)

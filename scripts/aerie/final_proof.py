@@ -1,0 +1,85 @@
+"""Proof of `final`: argmax(lm_head(final[t])) against what the server itself answers for position t.
+
+It catches a wrong norm, shift, request or truncated prefix with one cheap number; wrong auxiliary layers are caught by prove.py.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from .target_weights import TargetWeights
+
+ROWS = 128  # the last rows of a prompt that are compared: the server computes logits for no more than these
+VOCABULARY_CHUNK = 16384
+THRESHOLD = 0.99  # below this the run stops
+
+
+def logprob_request(tokens: int) -> dict[str, Any]:
+    """What to add to a /generate request of `tokens` tokens so that its answer names the server's choice at the last ROWS positions."""
+    return {"return_logprob": True, "top_logprobs_num": 1, "logprob_start_len": max(0, tokens - ROWS)}
+
+
+def server_choices(answer: dict[str, Any], tokens: int) -> dict[int, int]:
+    """{row: token}: the server's most likely token after each row. Entry i of input_top_logprobs is about token start + i, so it is the choice of the row before.
+
+    Raises KeyError or ValueError when the answer has another form.
+    """
+    entries = answer["meta_info"]["input_top_logprobs"]
+    choices = {}
+    for back, entry in enumerate(reversed(entries)):
+        row = tokens - 2 - back
+        if entry and row >= 0:
+            choices[row] = int(entry[0][1])
+    choices[tokens - 1] = int(answer["output_ids"][0])
+    return choices
+
+
+def argmax_logits(final: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+    """[R, H] and [V, H] -> [R] int64, in float32, without ever holding all logits."""
+    final = final.to(torch.float32)
+    best = torch.full((len(final),), float("-inf"))
+    choice = torch.zeros(len(final), dtype=torch.int64)
+    for start in range(0, len(head), VOCABULARY_CHUNK):
+        value, index = (final @ head[start : start + VOCABULARY_CHUNK].to(torch.float32).T).max(dim=1)
+        better = value > best
+        choice = torch.where(better, index + start, choice)
+        best = torch.where(better, value, best)
+    return choice
+
+
+class FinalProof:
+    """Counts compared and equal rows; called from several threads."""
+
+    def __init__(self, model_path: str):
+        self.model_path = model_path
+        self.compared = self.equal = self.samples = 0
+        self._head: torch.Tensor | None = None
+        self._lock = threading.Lock()
+
+    def compare(self, final: torch.Tensor, answer: dict[str, Any]) -> None:
+        """Add one sample: final [T, H] float, and the server's answer to a request with logprob_request()."""
+        choices = server_choices(answer, len(final))
+        rows = sorted(choices)
+        with self._lock:  # one at a time: each uses all cores
+            if self._head is None:
+                self._head = TargetWeights(self.model_path).lm_head()
+            ours = argmax_logits(final[rows], self._head)
+            self.samples += 1
+            self.compared += len(rows)
+            self.equal += int((ours == torch.tensor([choices[row] for row in rows])).sum())
+
+    @property
+    def share(self) -> float:
+        """Equal rows of all compared; 1 before the first."""
+        return self.equal / self.compared if self.compared else 1.0
+
+    def refuted(self, at_least: int = 200) -> bool:
+        """Whether enough rows were compared and too few are equal."""
+        return self.compared >= at_least and self.share < THRESHOLD
+
+    def sentence(self) -> str:
+        """For the log and for the error."""
+        return f"argmax(lm_head(final)) equals the server's own choice at {self.equal:,} of {self.compared:,} positions of {self.samples} samples ({self.share:.2%})"
