@@ -81,7 +81,7 @@ class Extraction:
         self.budget = int(self.options.dump_budget_gb * 1e9) or default_budget(folder)
         self.keep_bytes = int(self.options.keep_gb * 1e9)
         self.pending = deque(Task(job, job.tokens * self.token_bytes, prove=place < self.options.proof_samples) for place, job in enumerate(jobs))
-        self.total = len(jobs)
+        self.unsettled = len(jobs)  # neither in the store nor failed for good
         self.live: dict[str, Task] = {}  # rid -> task: sent, and not yet in the store
         self.answered: dict[str, Task] = {}  # of these: whose dump is due
         self.in_flight_bytes = 0
@@ -121,6 +121,7 @@ class Extraction:
         for thread in workers:
             thread.join()
         self.progress.close()
+        self.outcome.late += self.sweep(set())
         self._end_store()
         self.outcome.seconds = time.monotonic() - start
         if self.fatal is not None:
@@ -139,7 +140,7 @@ class Extraction:
 
     def _finished(self) -> bool:
         with self.changed:
-            return self.stopping or bool(self.outcome.stopped) or not self.pending and not self.live
+            return self.stopping or bool(self.outcome.stopped) or not self.unsettled
 
     def _stop(self) -> None:
         with self.changed:
@@ -190,7 +191,7 @@ class Extraction:
         """The next task for this server once the window has room; None at the end."""
         while True:
             with self.changed:
-                if self.stopping or not self.pending and not self.live:
+                if self.stopping or not self.unsettled:
                     return None
                 if url not in self.down_since and self.pending and self._room(self.pending[0]):
                     task = self.pending.popleft()
@@ -300,6 +301,7 @@ class Extraction:
             self.pending.append(task)
             return
         self.outcome.failed[task.job.id] = (reason, attempts)
+        self.unsettled -= 1
         self.progress.update(0, errors=1)
         print(f"sample {task.job.id} ({task.job.tokens} tokens) failed for good: {reason}", flush=True)
 
@@ -377,6 +379,7 @@ class Extraction:
         remove_dump(self.folder, rid)
         with self.changed:
             self._forget(rid)
+            self.unsettled -= 1
             self.outcome.extracted += 1
             self.outcome.tokens += task.job.tokens
             self.progress.update(1, task.job.tokens, task.nbytes, task.answered - task.sent)

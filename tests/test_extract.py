@@ -1,0 +1,59 @@
+"""02b as a user starts it, against the fake server: whatever goes wrong, the run ends with a complete and verified store and an accounting that adds up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Callable, Iterator
+
+import pytest
+from extract_tools import FakeRun, make_samples
+
+
+@pytest.fixture
+def fake_run(tmp_path: Path, tiny_model: Callable[..., Path]) -> Iterator[Callable[..., FakeRun]]:
+    runs: list[FakeRun] = []
+
+    def make(name: str = "fake", samples: int = 24, heldout: int = 4, **options) -> FakeRun:
+        made = make_samples(samples + heldout)
+        runs.append(FakeRun(tmp_path, tiny_model("llama"), name, made[heldout:], made[:heldout], **options))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.end_server()
+
+
+def test_a_plain_run_and_a_second_one(fake_run):
+    run = fake_run()
+    run.start_server()
+    first = run.extract()
+    assert first.returncode == 0, first.stderr
+    assert "done 28 + failed 0 + skipped 0 = 28 samples" in first.stdout and "equals the server's own choice" in first.stdout
+    run.assert_complete()
+    report = run.report()
+    assert report["samples"] == 28 and report["tokens"] == sum(len(sample.input_ids) for sample in run.train + run.heldout) and report["extract_tok_s"] > 0
+    assert report["proof"]["equal"] == report["proof"]["compared"] > 0
+    assert json.loads((run.store_path / "manifest.json").read_text())["complete"]
+    run.end_server()
+    second = run.extract()  # everything is there: no server is needed
+    assert second.returncode == 0 and "done 28" in second.stdout, second.stderr
+    assert run.report()["extracted_now"] == 0
+
+
+FAULTS = [
+    ("nan:5",), ("inf:5",), ("token:5",), ("row:5",), ("torn:5",), ("header:5",), ("rid:5",), ("error:5",), ("http500:5",), ("garbage:5",), ("late:3",),
+    ("nan:7", "token:6", "row:5", "error:4"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("faults", FAULTS, ids=lambda faults: "+".join(faults))
+def test_bad_dumps_are_asked_for_again(fake_run, faults):
+    run = fake_run(extract={"attempts": 8})
+    run.start_server(*(word for fault in faults for word in ("--fault", fault)))
+    code, out, err = run.extract_here()
+    assert code == 0, err
+    assert "done 28 + failed 0 + skipped 0 = 28 samples" in out
+    run.assert_complete()
+    if not faults[0].startswith("late"):
+        assert run.report()["retries"] > 0
