@@ -11,14 +11,11 @@ from typing import Any, Callable
 
 import pytest
 import torch
-
+from aerie.check import Check, Serving
+from aerie.identity import model_hash, tokenizer_hash
 from serve_folders import DRAFT_VOCAB, HIDDEN, LLAMA_TARGET, MLA_TARGET, VOCAB, llama_drafter, mla_drafter, write_drafter, write_target
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-from aerie.check import Check, Serving  # noqa: E402
-from aerie.identity import model_hash, tokenizer_hash  # noqa: E402
 
 Edit = Callable[[dict[str, Any], dict[str, torch.Tensor]], Any]
 

@@ -152,6 +152,7 @@ class Bench:
     concurrency: list[int] = field(default_factory=lambda: [1, 4, 16])
     max_new_tokens: int = 256
     samples: int = 40  # prompts a set
+    requests_per_slot: int = 8  # at concurrency c: c times this many prompts at most; the highest concurrency runs all of them
     baseline_port: int = 30002
     side_by_side: bool = False  # both servers at once (small targets); else one after the other
 
@@ -222,7 +223,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 POSITIVE = {
     "server.ready_timeout_s", "data.max_new_tokens", "data.concurrency", "data.max_tokens", "extract.max_in_flight", "extract.shard_gb", "extract.attempts",
     "draft.vocab_size", "train.ttt_steps", "train.epochs", "train.batch_tokens", "train.accumulate", "train.lr", "serve.num_steps", "serve.topk",
-    "bench.max_new_tokens", "bench.samples",
+    "bench.max_new_tokens", "bench.samples", "bench.requests_per_slot",
 }  # fmt: skip
 PORTS = {"server.port", "serve.port", "bench.baseline_port"}
 
@@ -269,6 +270,8 @@ def _check_value(where: str, key: str, value: Any, hint: Any) -> Any:
             raise UserError(f"{where}: {key} = {value} must be greater than 0")
         if value < 0:
             raise UserError(f"{where}: {key} = {value} must not be negative")
+    if key == "bench.concurrency" and (not value or min(value) < 1):
+        raise UserError(f"{where}: {key} = {value} must list at least one number, each 1 or more")
     if key == "target.aux_layer_ids" and (len(value) < 1 or sorted(set(value)) != value or value[0] < 0):
         raise UserError(f"{where}: {key} = {value} must be layer ids in rising order, without repeats, 0 or more")
     return value

@@ -123,15 +123,16 @@ def watch(config: Config, server: Server, poll_s: float = 0.5) -> None:
 
 def record_watcher(config: Config, mode: str, ready: bool) -> None:
     """Say that this process watches over the server of `mode`: then stopping the server ends the watcher too."""
-    write_json(watcher_path(config, mode), {"pid": os.getpid(), "start_ticks": start_ticks(os.getpid()), "ready": ready})
+    record = {"pid": os.getpid(), "start_ticks": start_ticks(os.getpid()), "ready": ready, "command": [sys.executable, *sys.argv], "cwd": os.getcwd()}
+    write_json(watcher_path(config, mode), record)
 
 
-def start_in_background(config: Config, mode: str, command: list[str]) -> int:
+def start_in_background(config: Config, mode: str, command: list[str], cwd: str | None = None) -> int:
     """Run `command` (this script in the foreground) in a session of its own; print its words until the server is ready (0) or it ends (its exit code)."""
     log = config.run.logs / f"{mode}-watcher.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "wb") as output:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, cwd=cwd)
     shown = 0
     try:
         while True:

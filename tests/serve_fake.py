@@ -1,0 +1,107 @@
+"""A stand-in for an SGLang server: answers /health, /flush_cache and /generate by a rule that a test can compute. Where the real thing is named, the tests use it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from aerie.config import Config
+from aerie.report import write_json
+from aerie.servers import command_line, server_args, start_ticks, url_of
+
+
+def next_token(ids: list[int]) -> int:
+    """The 'target': depends on the last token and the length, so texts differ by prompt."""
+    return (ids[-1] * 7 + len(ids)) % 300 + 1
+
+
+def continuation(ids: list[int], count: int) -> list[int]:
+    """The greedy answer of the rule."""
+    all_ids = list(ids)
+    for _ in range(count):
+        all_ids.append(next_token(all_ids))
+    return all_ids[len(ids) :]
+
+
+def accepted_counts(count: int, steps: int) -> list[int]:
+    """Draft tokens accepted by each verification for `count` tokens after prefill's: 0, 1, 2, 3, 0, ... cut at the end."""
+    accepted, left, turn = [], count, 0
+    while left > 0:
+        n = min(turn % (steps + 1), left - 1)
+        accepted.append(n)
+        left, turn = left - n - 1, turn + 1
+    return accepted
+
+
+class FakeServer:
+    """Listens where the config says that the server of `mode` listens, and leaves the record by which Server.find() finds it."""
+
+    def __init__(self, config: Config, mode: str, dies_after: int = 0, changes_text: bool = False, margin: float = 2.0):
+        self.served = 0
+        self.bodies: list[dict[str, Any]] = []
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                self.reply({})
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
+                if self.path != "/generate":
+                    return self.reply({})
+                fake.served += 1
+                if dies_after and fake.served > dies_after:
+                    self.close_connection = True
+                    self.connection.shutdown(socket.SHUT_RDWR)
+                    return None
+                fake.bodies.append(body)
+                return self.reply(fake.answer(body))
+
+            def reply(self, data: dict[str, Any]) -> None:
+                content = json.dumps(data).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        self.mode, self.changes_text, self.margin = mode, changes_text, margin
+        self.steps = config.serve.num_steps
+        args = server_args(config, mode)
+        self.httpd = ThreadingHTTPServer((args["host"], args["port"]), Handler)
+        threading.Thread(target=self.httpd.serve_forever, daemon=True).start()
+        config.run.logs.mkdir(parents=True, exist_ok=True)
+        log = config.run.logs / f"{mode}.log"
+        log.write_text("fake\n")
+        record = {
+            "pid": os.getpid(), "start_ticks": start_ticks(os.getpid()), "mode": mode, "url": url_of(config, mode), "log": str(log),
+            "command": command_line(config, mode), "model_path": config.model_path, "started": 0.0,
+        }  # fmt: skip
+        write_json(config.run.root / f"{mode}.json", record)
+
+    def answer(self, body: dict[str, Any]) -> dict[str, Any]:
+        ids = body["input_ids"]
+        output = continuation(ids, body["sampling_params"]["max_new_tokens"])
+        meta: dict[str, Any] = {"completion_tokens": len(output), "prompt_tokens": len(ids)}
+        if body.get("return_logprob"):
+            other = output[0] + 1
+            meta["output_top_logprobs"] = [[[-0.5, output[0], None], [-0.5 - self.margin, other, None]]]
+        if self.mode == "serving":
+            accepted = accepted_counts(len(output) - 1, self.steps)
+            histogram = [accepted.count(n) for n in range(self.steps + 1)]
+            meta |= {"spec_verify_ct": len(accepted), "spec_correct_drafts_histogram": histogram, "spec_accept_length": len(output) / max(len(accepted), 1)}
+            if self.changes_text and len(output) > 3:
+                output[3] += 1
+        return {"text": "", "output_ids": output, "meta_info": meta}
+
+    def close(self) -> None:
+        self.httpd.shutdown()
+        self.httpd.server_close()

@@ -1,0 +1,149 @@
+"""05_benchmark.py against servers with known answers: what is counted, compared and reported; and what happens when a server goes away."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any, Callable, Iterator
+
+import numpy as np
+import pytest
+from aerie.config import Config, load_config
+from aerie.generate import Answer, Prompt, accept_length, accept_length_mean, prompts_of, spans
+from aerie.lossless import compare, first_difference
+from aerie.report import write_json
+from aerie.rid import sample_id
+from aerie.samples import Sample, write_samples
+from cpu_tools import write_config
+from serve_fake import FakeServer, accepted_counts, continuation
+from serve_folders import LLAMA_TARGET, llama_drafter, write_drafter, write_target
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+
+
+def sample(prompt: list[int], answer_tokens: int) -> Sample:
+    ids = np.array(prompt + continuation(prompt, answer_tokens), dtype=np.int32)
+    mask = np.array([0] * len(prompt) + [1] * answer_tokens, dtype=np.uint8)
+    return Sample(sample_id(ids, mask), ids, mask)
+
+
+@pytest.fixture
+def config(tmp_path: Path, request: pytest.FixtureRequest) -> Config:
+    """A run with a drafter, held-out samples and the reports of the steps before; its servers are fakes."""
+    target = write_target(tmp_path / "target", LLAMA_TARGET | {"torch_dtype": "float32"})
+    path = write_config(tmp_path / "c.toml", target, [1, 2, 4], bench={"concurrency": [1, 4], "max_new_tokens": 24, "samples": 10, "requests_per_slot": 3, "side_by_side": True})
+    config = load_config(str(path), "bench-" + str(abs(hash(request.node.name)))[:8])
+    import torch
+
+    write_drafter(config.run.drafter, *llama_drafter(torch.float32), {"predicted_accept_length": 2.5})
+    samples = [sample([index + 1, 5, 9], 6 + index) for index in range(12)]
+    write_samples(config.run.data / "heldout.safetensors", samples, {})
+    write_json(config.run.store / "report.json", {"samples": 30, "tokens": 900, "extract_tok_s": 111.0})
+    write_json(config.run.drafter / "report.json", {"train_tok_s": 222.0})
+    return config
+
+
+@pytest.fixture
+def fakes(config: Config) -> Iterator[Callable[..., dict[str, FakeServer]]]:
+    started: dict[str, FakeServer] = {}
+
+    def start(**serving: Any) -> dict[str, FakeServer]:
+        started["baseline"] = FakeServer(config, "baseline", margin=serving.pop("margin", 2.0))
+        started["serving"] = FakeServer(config, "serving", **serving)
+        return started
+
+    yield start
+    for server in started.values():
+        server.close()
+
+
+def run_benchmark(monkeypatch: pytest.MonkeyPatch, config: Config, *more: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["05_benchmark.py", "--config", str(config.path), "--run", config.run.name, *more])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(SCRIPTS / "05_benchmark.py"), run_name="__main__")
+    return int(ended.value.code or 0)
+
+
+def test_report(config: Config, fakes: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    servers = fakes()
+    assert run_benchmark(monkeypatch, config) == 0
+    report = json.loads((config.run.bench / "report.json").read_text())
+    # by hand: ten held-out samples with answers of 6 .. 15 tokens; the first token is prefill's, the fake accepts 0, 1, 2, 3, 0, ... of 3 drafts
+    tokens = [6 + index - 1 for index in range(10)]
+    verifications = [len(accepted_counts(count, 3)) for count in tokens]
+    assert report["accept_length"] == pytest.approx(sum(tokens) / sum(verifications))
+    assert report["accept_length_request_mean"] == pytest.approx(sum(t / v for t, v in zip(tokens, verifications)) / 10)
+    assert report["predicted_accept_length"] == 2.5 and report["gap"] == pytest.approx(report["accept_length"] / 2.5 - 1)
+    assert {key: report["lossless"][key] for key in ("compared", "equal", "near_ties", "different")} == {"compared": 10, "equal": 10, "near_ties": 0, "different": []}
+    assert (report["samples"], report["tokens"], report["extract_tok_s"], report["train_tok_s"]) == (30, 900, 111.0, 222.0)
+    assert [(level["concurrency"], level["requests"]) for level in report["levels"]] == [(1, 3), (4, 10)]
+    assert sum(report["levels"][1]["speculative"]["verifications_by_accepted"]) == sum(verifications)
+    assert report["baseline_tok_s"] > 0 and report["speculative_tok_s"] > 0 and report["concurrency"] == 1
+    # what was sent: the prompt part alone, greedy, as many tokens as the held-out answer has
+    sent = servers["serving"].bodies[-10:]
+    assert sorted(body["sampling_params"]["max_new_tokens"] for body in sent) == list(range(6, 16)) and all(len(body["input_ids"]) == 3 for body in sent)
+    assert all(body["sampling_params"]["temperature"] == 0 for body in sent)
+    assert "gap" in capsys.readouterr().out
+
+
+def test_a_changed_text_fails_and_a_near_tie_is_counted(config: Config, fakes: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    servers = fakes(changes_text=True)
+    assert run_benchmark(monkeypatch, config) == 1
+    assert "10 of 10 texts differ" in capsys.readouterr().err
+    servers["baseline"].margin = 1e-5
+    assert run_benchmark(monkeypatch, config) == 0
+    lossless = json.loads((config.run.bench / "report.json").read_text())["lossless"]
+    assert (lossless["equal"], lossless["near_ties"], lossless["different"]) == (0, 10, [])
+
+
+def test_a_server_that_goes_away(config: Config, fakes: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    fakes(dies_after=3)
+    assert run_benchmark(monkeypatch, config) == 2
+    err = capsys.readouterr().err
+    assert "the serving server stopped answering after" in err and "Traceback" not in err
+    assert not (config.run.bench / "report.json").exists()
+
+
+def test_a_server_of_other_options(config: Config, fakes: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    fakes()
+    assert run_benchmark(monkeypatch, config, "--set", "serve.num_steps=5") == 2
+    assert "other options" in capsys.readouterr().err
+
+
+def test_no_heldout(config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    (config.run.data / "heldout.safetensors").unlink()
+    assert run_benchmark(monkeypatch, config) == 2 and "make data" in capsys.readouterr().err
+
+
+def test_spans_and_prompts() -> None:
+    mask = np.array([0, 0, 1, 1, 0, 1, 0, 1], dtype=np.uint8)
+    assert spans(mask) == [(2, 4), (5, 6), (7, 8)]
+    prompts = prompts_of(Sample("0" * 16, np.arange(8, dtype=np.int32), mask), 1)
+    assert [(prompt.input_ids, prompt.max_new_tokens) for prompt in prompts] == [([0, 1], 1), ([0, 1, 2, 3, 4], 1), ([0, 1, 2, 3, 4, 5, 6], 1)]
+    assert prompts_of(Sample("0" * 16, np.arange(2, dtype=np.int32), np.ones(2, dtype=np.uint8)), 4) == []  # no prompt: nothing to send
+
+
+def test_accept_length_counts_no_token_of_prefill() -> None:
+    prompt = Prompt("a", [1], 8)
+    nothing = Answer(prompt, list(range(8)), 7, [7], 1.0)  # 8 tokens in 7 verifications: nothing was accepted
+    assert accept_length([nothing]) == 1.0
+    everything = Answer(prompt, list(range(9)), 2, [0, 0, 0, 2], 1.0)
+    assert accept_length([nothing, everything]) == 15 / 9 and accept_length_mean([nothing, everything]) == (1.0 + 4.0) / 2
+    assert accept_length([Answer(prompt, [1], 0, [], 1.0)]) is None
+
+
+def test_lossless_counts() -> None:
+    assert first_difference([1, 2, 3], [1, 2, 3]) is None and first_difference([1, 2], [1, 3]) == 1 and first_difference([1, 2], [1]) == 1
+    asked: list[list[int]] = []
+
+    def margin(ids: list[int]) -> tuple[float, list[int]]:
+        asked.append(ids)
+        return 1e-4, [5, 6]
+
+    result = compare(["a", "b", "c", "d"], [[1], [1], [1], [1]], [[2, 5], [2, 5], [2, 5], [2]], [[2, 5], [2, 6], [2, 7], [2, 5]], "float32", margin)
+    assert (result.compared, result.equal, result.near_ties, len(result.different)) == (4, 1, 1, 2) and asked == [[1, 2], [1, 2]]
+    far = compare(["a"], [[1]], [[5]], [[6]], "float32", lambda ids: (0.2, [5, 6]))
+    assert far.near_ties == 0 and len(far.different) == 1
+    assert compare(["a"], [[1]], [[5]], [[6]], "bfloat16", lambda ids: (0.2, [5, 6])).near_ties == 1
