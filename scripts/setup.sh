@@ -34,3 +34,6 @@ if ! { command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; }; the
         echo "$plugin" > "$venv/.aerie-cpu-platform"
     fi
 fi
+
+# The capture code in SGLang: compared by content, so this does nothing when it is there.
+PY="$venv/bin/python" "$root/scripts/00_apply_patch.sh"

@@ -1,0 +1,746 @@
+"""Hidden-state dumps of a running SGLang server: one file for every SGLang version, installed as sglang/srt/hidden_state_dump.py.
+
+Off unless SGLANG_HS_DUMP_DIR is set. A request whose rid reads `aerie.<run>.<sample>.<attempt>.<tokens>` gets one file, `<rid>.safetensors`:
+input_ids [T] int32, aux_0 aux_1 ... [T, H] (what SGLang would feed an EAGLE-3 drafter) and final [T, H] (after the final norm: what the LM head reads),
+in the model's dtype or as fp8 rows (e4m3) with a float32 scale each. Nothing else in the server's traffic is touched.
+
+How: the text model's forward is wrapped. For EXTEND and MIXED batches that hold such requests it captures the layers that the model's own
+set_eagle3_layers_to_capture() chose, takes the auxiliary states out of what forward returns, and hands back what the caller expects. Rows go to a ring of
+pinned host memory on a CUDA stream of their own; threads write the files. The forward thread never waits for a copy, a file or a lock held during either:
+when the ring is full the dump is dropped and `<rid>.error` says so. Settings: patches/README.md. This file imports nothing of Aerie.
+"""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import json
+import logging
+import os
+import queue
+import re
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any, Callable, NamedTuple
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1  # of the dump's format
+PREFIX = "SGLANG_HS_DUMP_"
+RID = re.compile(r"aerie\.[A-Za-z0-9_-]{1,48}\.[0-9a-f]{16}\.[0-9a-f]{8}\.([0-9]{1,7})", re.ASCII)
+SAFETENSORS_DTYPE = {
+    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float8_e4m3fn: "F8_E4M3", torch.int32: "I32",
+}  # fmt: skip
+FP8_MAX = 448.0  # the largest finite e4m3 value
+ALIGN = 256  # bytes; every tensor in the ring starts at a multiple
+
+
+class HiddenStateDumpError(RuntimeError):
+    """Raised at start only: what this server was started with does not fit capture."""
+
+
+# ---- settings and refusals, at start ----------------------------------------------------------------------------------------------------------
+
+
+class Settings(NamedTuple):
+    """The SGLANG_HS_DUMP_* variables."""
+
+    dir: str
+    layer_ids: tuple[int, ...]
+    dtype: str = "model"  # model, fp8
+    budget_mb: int = 0  # host memory for rows on their way to the files; 0: four of the largest batches, at least 256 MB
+    stale_s: float = 300.0  # a request without new rows for so long was aborted
+    log_s: float = 60.0  # how often the counters are logged
+    writers: int = 2  # threads
+
+
+def read_settings(environ: dict[str, str] | os._Environ = os.environ) -> Settings | None:
+    """Settings from the environment; None when capture is off. Raises HiddenStateDumpError naming variable and value."""
+    if not environ.get(PREFIX + "DIR"):
+        return None
+    known = {PREFIX + name.upper(): name for name in Settings._fields}
+    values: dict[str, Any] = {}
+    for variable in sorted(name for name in environ if name.startswith(PREFIX)):
+        if variable not in known:
+            raise HiddenStateDumpError(f"unknown setting {variable}; known: {', '.join(sorted(known))}")
+        name, text = known[variable], environ[variable].strip()
+        try:
+            if name == "layer_ids":
+                values[name] = tuple(int(item) for item in text.split(","))
+            elif name in ("dir", "dtype"):
+                values[name] = text
+            else:
+                values[name] = (float if name.endswith("_s") else int)(text)
+        except ValueError:
+            raise HiddenStateDumpError(f"{variable}={text!r} is not a number (or for LAYER_IDS numbers with commas between)") from None
+    ids = values.get("layer_ids", ())
+    if not ids or list(ids) != sorted(set(ids)) or ids[0] < 0:
+        raise HiddenStateDumpError(f"{PREFIX}LAYER_IDS={','.join(map(str, ids))!r}: give the drafter's auxiliary layer ids in rising order, for example 1,14,26")
+    settings = Settings(**values)
+    if settings.dtype not in ("model", "fp8"):
+        raise HiddenStateDumpError(f"{PREFIX}DTYPE={settings.dtype!r} must be model or fp8")
+    if not os.path.isabs(settings.dir):
+        raise HiddenStateDumpError(f"{PREFIX}DIR={settings.dir!r} must be an absolute path")
+    if settings.budget_mb < 0 or settings.stale_s <= 0 or settings.log_s <= 0 or not 1 <= settings.writers <= 16:
+        raise HiddenStateDumpError(f"{settings}: budget_mb must be 0 or more, stale_s and log_s more than 0, writers 1 to 16")
+    return settings
+
+
+# server argument, is it refused?, why and what to do, may this SGLang version lack it?
+REFUSED: tuple[tuple[str, Callable[[Any], bool], str, bool], ...] = (
+    ("speculative_algorithm", bool, "speculative decoding drops states; start the extraction server without a drafter", False),
+    ("disable_radix_cache", lambda off: not off, "the radix cache would leave holes in the states; add --disable-radix-cache", False),
+    ("enable_two_batch_overlap", bool, "two-batch overlap returns no auxiliary states; drop --enable-two-batch-overlap", False),
+    ("enable_pdmux", bool, "PD multiplexing splits a prefill by layers; drop --enable-pdmux", False),
+    ("pp_size", lambda size: size != 1, "with pipeline parallel no stage sees all layers; use tensor parallel instead (--tp-size)", False),
+    ("attn_cp_size", lambda size: size > 1, "context parallel runs the model on shards of the tokens; drop it", False),
+    ("enable_prefill_cp", bool, "context parallel runs the model on shards of the tokens; drop it", False),
+    ("dcp_size", lambda size: size > 1, "decode context parallel is untested with capture; drop it", False),
+    ("disaggregation_mode", lambda mode: mode != "null", "with PD disaggregation prefill and decode are two servers; start a plain one", False),
+    ("dllm_algorithm", bool, "a diffusion language model has no prefill to capture", False),
+    ("enable_attn_tp_input_scattered", bool, "scattered attention inputs leave each rank a shard of the tokens; drop --enable-attn-tp-input-scattered", False),
+    ("enable_layernorm_sp", bool, "LayerNorm sequence parallel leaves each rank a shard of the tokens; drop --enable-layernorm-sp", True),
+    ("enable_return_aux_hidden_states", bool, "it switches SGLang's own capture on; drop --enable-return-aux-hidden-states", True),
+)  # fmt: skip
+
+
+def refuse(server_args: Any, prefill_graphs: bool | None = None, environ: dict[str, str] | os._Environ = os.environ) -> None:
+    """Called before the weights are loaded: raise HiddenStateDumpError with a sentence for each option that capture cannot live with."""
+    settings = read_settings(environ)
+    if settings is None:
+        return
+    reasons = []
+    for name, refused, why, may_lack in REFUSED:
+        if not hasattr(server_args, name):
+            if not may_lack:
+                reasons.append(f"{name}: this SGLang has no such server argument, so it cannot be checked (see 'Adding a version' in patches/README.md)")
+        elif refused(getattr(server_args, name)):
+            reasons.append(f"{name}={getattr(server_args, name)!r}: {why}")
+    if prefill_graphs if prefill_graphs is not None else _prefill_graphs():
+        reasons.append("prefill CUDA graphs are on: no Python runs when one is replayed, so dumps would be empty; add --disable-prefill-cuda-graph")
+    try:
+        open_folder(settings.dir)
+    except OSError as exc:
+        reasons.append(f"{PREFIX}DIR={settings.dir}: {exc.strerror}; name a folder that this user can write")
+    if reasons:
+        raise HiddenStateDumpError("hidden-state capture cannot run on this server: " + " | ".join(reasons))
+
+
+def _prefill_graphs() -> bool:
+    """Whether SGLang would replay CUDA graphs in prefill (it has none without a CUDA device)."""
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
+
+    return torch.cuda.is_available() and not check_cuda_graph_backend(Phase.PREFILL, Backend.DISABLED)
+
+
+def open_folder(path: str) -> None:
+    """Make the folder (0700), prove that a file can be made and renamed in it, and remove what dead writers left half-written. Raises OSError."""
+    os.makedirs(path, mode=0o700, exist_ok=True)
+    probe = os.path.join(path, f".probe.{os.getpid()}")
+    with open(probe, "wb"):
+        os.rename(probe, probe + ".tmp")
+    os.unlink(probe + ".tmp")
+    for name in os.listdir(path):
+        parts = name.split(".")
+        if name.startswith(".aerie.") and name.endswith(".tmp") and parts[-2].isdigit() and not os.path.exists(f"/proc/{parts[-2]}"):
+            os.unlink(os.path.join(path, name))
+
+
+# ---- which module, which layers ---------------------------------------------------------------------------------------------------------------
+
+
+class LayerSwitch(NamedTuple):
+    """The text model, where it captures, and the attribute changes that switch its capture on."""
+
+    text: torch.nn.Module
+    points: list[int]  # entry N: the state after N decoder layers
+    changes: list[tuple[torch.nn.Module, str, Any, Any]]  # module, attribute, value when off (_ABSENT: none), value when on
+
+    def set(self, on: bool) -> None:
+        """Switch the text model's capture on or off; nothing but attribute writes."""
+        for module, name, off_value, on_value in self.changes:
+            value = on_value if on else off_value
+            if value is _ABSENT:
+                module.__dict__.pop(name, None)
+            else:
+                module.__dict__[name] = list(value) if isinstance(value, list) else value
+
+
+_ABSENT = object()
+
+
+def _plain_attributes(module: torch.nn.Module) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, list) else value for name, value in module.__dict__.items() if not name.startswith("_parameters")}
+
+
+def find_layers(model: torch.nn.Module, layer_ids: tuple[int, ...]) -> LayerSwitch:
+    """Let the model's own set_eagle3_layers_to_capture(ids) choose, note everything that it changed, and put all of it back.
+
+    Families differ: some read the list `layers_to_capture`, some a flag on each layer; some capture at id, some at id + 1. What belongs to the text model
+    (the innermost module that owns layers_to_capture) is switched on during its forward; what lies outside (capture_aux_hidden_states) stays as it was.
+    """
+    if not hasattr(model, "set_eagle3_layers_to_capture"):
+        raise HiddenStateDumpError(f"{type(model).__name__} has no set_eagle3_layers_to_capture(): SGLang cannot serve an EAGLE-3 drafter for it, so there is nothing to capture")
+    modules = list(model.modules())
+    before = [_plain_attributes(module) for module in modules]
+    try:
+        model.set_eagle3_layers_to_capture(list(layer_ids))
+    except Exception as exc:
+        raise HiddenStateDumpError(f"{type(model).__name__}.set_eagle3_layers_to_capture({list(layer_ids)}) failed: {exc!r}; do these layer ids exist?") from exc
+    changes = []
+    for module, old in zip(modules, before):
+        for name, value in _plain_attributes(module).items():
+            previous = old.get(name, _ABSENT)
+            if previous is not value and (isinstance(value, torch.Tensor) or previous != value):
+                changes.append((module, name, previous, value))
+    LayerSwitch(model, [], changes).set(False)
+    owners = [module for module, name, _, value in changes if name == "layers_to_capture" and value]
+    inner = [module for module in owners if not any(other is not module and other in owners for other in module.modules())]
+    if len(inner) != 1:
+        raise HiddenStateDumpError(f"{type(model).__name__}.set_eagle3_layers_to_capture() set layers_to_capture on {len(inner)} modules, not on one text model; this class is not supported")
+    text = inner[0]
+    inside = {id(module) for module in text.modules()}
+    changes = [change for change in changes if id(change[0]) in inside]
+    points = [int(point) for module, name, _, value in changes if module is text and name == "layers_to_capture" for point in value]
+    if points != sorted(set(points)) or len(points) != len(layer_ids):
+        raise HiddenStateDumpError(f"layer ids {list(layer_ids)} became capture points {points} in {type(model).__name__}: they must be distinct and rising")
+    return LayerSwitch(text, points, changes)
+
+
+# ---- rows on their way: ring, dumps, writers --------------------------------------------------------------------------------------------------
+
+
+def quantize_rows_fp8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T, H] -> e4m3 [T, H] and float32 scale [T]; row = q * scale. A row that is not finite gets a scale that is not finite."""
+    values = rows.float()
+    amax = values.abs().amax(dim=-1)
+    scale = torch.where(amax == 0, torch.ones_like(amax), amax / FP8_MAX)
+    return (values / scale.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale
+
+
+class Ring:
+    """A fixed piece of host memory, handed out in order and given back in any order. No call ever waits for memory."""
+
+    def __init__(self, nbytes: int, pinned: bool):
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        self.size = nbytes
+        self._lock = threading.Lock()
+        self._blocks: list[list] = []  # [start, end, free], oldest first
+
+    def take(self, nbytes: int) -> list | None:
+        """A block of `nbytes`, or None when there is no room now."""
+        with self._lock:
+            if not self._blocks:
+                start = 0
+            else:
+                head, tail = self._blocks[-1][1], self._blocks[0][0]
+                start = head
+                if head > tail:  # used space does not wrap: room behind it, or else at the beginning
+                    if head + nbytes > self.size:
+                        start = 0
+                        if nbytes >= tail:
+                            return None
+                elif head + nbytes >= tail:
+                    return None
+            if start + nbytes > self.size:
+                return None
+            block = [start, start + nbytes, False]
+            self._blocks.append(block)
+            return block
+
+    def give_back(self, block: list) -> None:
+        with self._lock:
+            block[2] = True
+            while self._blocks and self._blocks[0][2]:
+                self._blocks.pop(0)
+
+
+class Field(NamedTuple):
+    """One tensor of a dump: name, dtype, columns (0: one value a row)."""
+
+    name: str
+    dtype: torch.dtype
+    columns: int
+
+    @property
+    def row_bytes(self) -> int:
+        return self.dtype.itemsize * max(self.columns, 1)
+
+
+def fields_of(states: list[torch.Tensor], fp8: bool) -> list[Field]:
+    """The tensors of a dump in the order in which they lie in the file (4-byte ones first, so that all are aligned): states are aux_0, aux_1, ..., final."""
+    names = [*(f"aux_{index}" for index in range(len(states) - 1)), "final"]
+    scales = [Field(f"{name}_scale", torch.float32, 0) for name in names] if fp8 else []
+    return [Field("input_ids", torch.int32, 0), *scales, *(Field(name, torch.float8_e4m3fn if fp8 else state.dtype, state.shape[-1]) for name, state in zip(names, states))]
+
+
+class Dump:
+    """One request's file while it grows. The forward thread sets next_row, closed and pieces; the writers do the rest under `lock`."""
+
+    def __init__(self, rid: str, tokens: int):
+        self.rid, self.tokens = rid, tokens
+        self.next_row = self.pieces = self.written = 0
+        self.closed = self.dead = False
+        self.touched = time.monotonic()
+        self.lock = threading.Lock()
+        self.file = -1
+        self.temporary = ""
+        self.offsets: list[int] = []
+
+
+class Piece(NamedTuple):
+    """Rows of one request in one batch."""
+
+    rid: str
+    tokens: int
+    batch_row: int  # its first row in the batch
+    first: int  # its first row in the request
+    rows: int
+
+
+@dataclass
+class Job:
+    """What the writers get: a batch's rows in the ring, or a dump that failed."""
+
+    block: list | None = None
+    rows: int = 0
+    pieces: list[tuple[Dump, Piece, int]] = field(default_factory=list)  # dump, piece, its first row in the block
+    event: Any = None  # CUDA event behind the copy
+    started: Any = None
+    failed: Dump | None = None
+    reason: str = ""
+
+
+class Counters:
+    """What the server says once a minute."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.values = dict.fromkeys(("requests", "dumps", "rows", "bytes", "waits", "dropped", "errors"), 0) | dict.fromkeys(("hook_s", "copy_s", "write_s"), 0.0)
+
+    def add(self, **amounts: float) -> None:
+        with self.lock:
+            for name, amount in amounts.items():
+                self.values[name] += amount
+
+    def line(self) -> str:
+        with self.lock:
+            return ", ".join(f"{name} {value:.2f}" if isinstance(value, float) else f"{name} {value}" for name, value in self.values.items())
+
+
+class Writer:
+    """Threads that turn jobs into files, and one that looks for abandoned requests and logs the counters."""
+
+    def __init__(self, settings: Settings, metadata: dict[str, str], ring: Ring, counters: Counters):
+        self.settings, self.metadata, self.ring, self.counters = settings, metadata, ring, counters
+        self.fields: list[Field] = []  # set by the first batch, the same ever after
+        self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self.serial = 0
+        self.serial_lock = threading.Lock()
+        self.threads = [threading.Thread(target=self._work, name=f"hidden-state-writer-{index}", daemon=True) for index in range(settings.writers)]
+        for thread in self.threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Write what is queued, end the threads (for tests; a server's threads end with it)."""
+        for _ in self.threads:
+            self.jobs.put(None)
+        for thread in self.threads:
+            thread.join()
+
+    def _work(self) -> None:
+        while (job := self.jobs.get()) is not None:
+            try:
+                self._do(job)
+            except Exception as exc:
+                logger.exception("hidden-state dump: writer")
+                for dump, _, _ in job.pieces:
+                    self.fail(dump, f"the writer failed: {exc!r}")
+            finally:
+                if job.block is not None:
+                    self.ring.give_back(job.block)
+
+    def _do(self, job: Job) -> None:
+        if job.failed is not None:
+            self.fail(job.failed, job.reason)
+            return
+        if job.event is not None:
+            if not job.event.query():
+                self.counters.add(waits=1)
+                job.event.synchronize()
+            self.counters.add(copy_s=job.started.elapsed_time(job.event) / 1e3)
+        begin = time.perf_counter()
+        columns, _ = layout(self.fields, job.rows)
+        memory = memoryview(self.ring.memory.numpy())
+        for dump, piece, row in job.pieces:
+            with dump.lock:
+                if dump.dead:
+                    continue
+                try:
+                    self._put(dump, piece, row, job.block[0], columns, memory)
+                except OSError as exc:
+                    self._fail_locked(dump, f"writing failed: {exc.strerror} ({self.settings.dir})")
+        self.counters.add(write_s=time.perf_counter() - begin)
+
+    def _put(self, dump: Dump, piece: Piece, row: int, base: int, columns: list[int], memory: memoryview) -> None:
+        if dump.file < 0:
+            self._open(dump)
+        for item, column, offset in zip(self.fields, columns, dump.offsets):
+            start = base + column + row * item.row_bytes
+            data, at = memory[start : start + piece.rows * item.row_bytes], offset + piece.first * item.row_bytes
+            while data:
+                count = os.pwrite(dump.file, data, at)
+                data, at = data[count:], at + count
+        dump.written += 1
+        if dump.closed and dump.written == dump.pieces:
+            os.close(dump.file)
+            dump.file = -1
+            os.rename(dump.temporary, os.path.join(self.settings.dir, f"{dump.rid}.safetensors"))
+            dump.dead = True
+            self.counters.add(dumps=1, rows=dump.tokens, bytes=dump.tokens * sum(item.row_bytes for item in self.fields))
+
+    def _open(self, dump: Dump) -> None:
+        """Make the temporary file and its header: the request's name says how many rows there will be."""
+        with self.serial_lock:
+            self.serial += 1
+            serial = self.serial
+        header: dict[str, Any] = {"__metadata__": {**self.metadata, "rid": dump.rid, "rows": str(dump.tokens)}}
+        sizes = [item.row_bytes * dump.tokens for item in self.fields]
+        start = 0
+        for item, size in zip(self.fields, sizes):
+            shape = [dump.tokens, item.columns] if item.columns else [dump.tokens]
+            header[item.name] = {"dtype": SAFETENSORS_DTYPE[item.dtype], "shape": shape, "data_offsets": [start, start + size]}
+            start += size
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        dump.temporary = os.path.join(self.settings.dir, f".{dump.rid}.{serial}.{os.getpid()}.tmp")
+        dump.file = os.open(dump.temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        os.pwrite(dump.file, len(text).to_bytes(8, "little") + text, 0)
+        dump.offsets = [8 + len(text) + sum(sizes[:index]) for index in range(len(sizes))]
+
+    def fail(self, dump: Dump, reason: str) -> None:
+        """Drop a dump and say why in `<rid>.error`; a second reason for the same dump is not written."""
+        with dump.lock:
+            if not dump.dead:
+                self._fail_locked(dump, reason)
+
+    def _fail_locked(self, dump: Dump, reason: str) -> None:
+        dump.dead = True
+        self.counters.add(errors=1 if reason else 0)
+        try:
+            if dump.file >= 0:
+                os.close(dump.file)
+                dump.file = -1
+                os.unlink(dump.temporary)
+            if reason:
+                self.write_error(dump.rid, reason, dump.next_row)
+        except OSError as exc:
+            logger.error("hidden-state dump: %s failed (%s), and so did writing that down: %s", dump.rid, reason, exc)
+
+    def write_error(self, rid: str, reason: str, rows: int) -> None:
+        temporary = os.path.join(self.settings.dir, f".{rid}.error.{os.getpid()}.tmp")
+        with open(temporary, "w", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+            json.dump({"rid": rid, "reason": reason, "rows": rows}, file)
+        os.rename(temporary, os.path.join(self.settings.dir, f"{rid}.error"))
+
+
+def layout(fields: list[Field], rows: int) -> tuple[list[int], int]:
+    """Where each field of a batch of `rows` starts in its block, and the block's size."""
+    starts, size = [], 0
+    for item in fields:
+        starts.append(size)
+        size += -(-item.row_bytes * rows // ALIGN) * ALIGN
+    return starts, size
+
+
+# ---- the hook ---------------------------------------------------------------------------------------------------------------------------------
+
+
+class Capture:
+    """Wraps the text model's forward. Nothing here may raise into it."""
+
+    def __init__(self, switch: LayerSwitch, settings: Settings, forward_modes: tuple[Any, ...], writer: Writer | None, device: torch.device):
+        self.switch, self.settings, self.modes, self.writer = switch, settings, forward_modes, writer
+        self.pending: dict[str, Dump] = {}
+        self.refused: dict[str, float] = {}  # rids that failed: their later rows are dropped
+        self.names: dict[str, int] = {}
+        self.lock = threading.Lock()  # guards pending and refused against the housekeeper; never held during a copy or a write
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" and writer is not None else None
+        self.original = switch.text.forward
+        parameters = list(inspect.signature(self.original).parameters)
+        if "forward_batch" not in parameters:
+            raise HiddenStateDumpError(f"{type(switch.text).__name__}.forward takes no forward_batch ({', '.join(parameters)}); this class is not supported")
+        self.position = parameters.index("forward_batch")
+        self.logged = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """In place of the text model's forward: the same answer, and the rows of our requests on their way to the files."""
+        batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[self.position]
+        pieces = self.plan(batch)
+        if not pieces:
+            return self.original(*args, **kwargs)
+        self.switch.set(True)
+        try:
+            output = self.original(*args, **kwargs)
+        finally:
+            self.switch.set(False)
+        plain, aux = split_output(output)
+        if self.writer is not None:
+            begin = time.perf_counter()
+            try:
+                self.take(pieces, batch, plain[0] if isinstance(plain, tuple) else plain, aux)
+            except Exception as exc:
+                self.log_exception()
+                self.give_up([piece.rid for piece in pieces], f"the capture code failed: {exc!r}")
+            self.writer.counters.add(hook_s=time.perf_counter() - begin)
+        return plain
+
+    def plan(self, batch: Any) -> list[Piece]:
+        """Our rows of this batch, before it runs; the same on every rank. Decode rows lie at or past a request's token count."""
+        try:
+            if batch.forward_mode not in self.modes or not batch.rids:
+                return []
+            pieces, start = [], 0
+            for rid, length, prefix in zip(batch.rids, batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu):
+                match = RID.fullmatch(rid) if isinstance(rid, str) else None
+                if match:
+                    tokens = int(match.group(1))
+                    rows = min(int(length), tokens - int(prefix))
+                    if rows > 0:
+                        pieces.append(Piece(rid, tokens, start, int(prefix), rows))
+                start += int(length)
+            return pieces
+        except Exception:
+            self.log_exception()
+            return []
+
+    def take(self, pieces: list[Piece], batch: Any, final: torch.Tensor, aux: Any) -> None:
+        """Start the copies of our rows and queue them for the writers. Raises: forward() turns that into `.error` files."""
+        points = len(self.switch.points)
+        if aux is None:
+            raise RuntimeError("forward returned no auxiliary states")
+        states = list(aux) if isinstance(aux, (list, tuple)) else list(aux.chunk(points, dim=-1)) if aux.shape[-1] == points * final.shape[-1] else [aux]
+        if len(states) != points:
+            raise RuntimeError(f"forward returned {len(states)} auxiliary states for {points} capture points")
+        ids = batch.input_ids
+        for state in (*states, final):
+            if state.shape != final.shape or state.dim() != 2 or len(state) != len(ids):
+                raise RuntimeError(f"states of shape {[tuple(item.shape) for item in (*states, final)]} for {len(ids)} tokens (a shard of them?)")
+        fields = fields_of([*states, final], self.settings.dtype == "fp8")
+        if not self.writer.fields:
+            self.writer.fields = fields
+        if self.writer.fields != fields:
+            raise RuntimeError(f"states changed from {self.writer.fields} to {fields}")
+        kept = [(dump, piece) for piece in pieces if (dump := self.accept(piece)) is not None]
+        if not kept:
+            return
+        rows = sum(piece.rows for _, piece in kept)
+        starts, size = layout(self.writer.fields, rows)
+        block = self.writer.ring.take(size)
+        if block is None:
+            self.writer.counters.add(dropped=len(kept))
+            self.give_up([piece.rid for _, piece in kept], f"no room for {size} bytes in the budget of {self.writer.ring.size} bytes: the files are not written fast enough; send fewer requests at a time")
+            return
+        job, row = Job(block=block, rows=rows), 0
+        for dump, piece in kept:
+            job.pieces.append((dump, piece, row))
+            row += piece.rows
+        try:
+            self.copy(job, ids, [*states, final], starts)
+        except Exception:
+            self.writer.ring.give_back(block)
+            raise
+        with self.lock:
+            for dump, piece in kept:
+                dump.pieces += 1
+                if dump.next_row >= dump.tokens:
+                    dump.closed = True
+                    self.pending.pop(dump.rid, None)
+        self.writer.jobs.put(job)
+
+    def accept(self, piece: Piece) -> Dump | None:
+        """The dump that these rows belong to; None when they are not wanted (any more)."""
+        with self.lock:
+            dump = self.pending.get(piece.rid)
+            if piece.first == 0:  # a new request, or one that was retracted and starts over
+                if dump is None:
+                    self.writer.counters.add(requests=1)
+                else:
+                    self.drop_quietly(dump)
+                self.refused.pop(piece.rid, None)
+                dump = self.pending[piece.rid] = Dump(piece.rid, piece.tokens)
+            elif piece.rid in self.refused:
+                return None
+            elif dump is None or dump.dead or dump.next_row != piece.first:
+                if dump is not None and dump.dead:
+                    self.pending.pop(piece.rid, None)
+                    self.refused[piece.rid] = time.monotonic()
+                    return None
+                seen = dump.next_row if dump else 0
+                dump = self.pending.pop(piece.rid, None) or Dump(piece.rid, piece.tokens)
+                self.refused[piece.rid] = time.monotonic()
+                reason = f"rows {seen} to {piece.first - 1} never passed through the model (served from a prefix cache?)" if seen < piece.first else "rows came twice"
+                self.writer.jobs.put(Job(failed=dump, reason=reason))
+                return None
+            dump.next_row = piece.first + piece.rows
+            dump.touched = time.monotonic()
+            return dump
+
+    def drop_quietly(self, dump: Dump) -> None:
+        """Forget what was written of a request that starts over (the writer removes its temporary file, no `.error`)."""
+        self.writer.jobs.put(Job(failed=dump, reason=""))
+
+    def give_up(self, rids: list[str], reason: str) -> None:
+        """Drop these requests' dumps with a `.error`; never raises."""
+        with self.lock:
+            for rid in dict.fromkeys(rids):
+                match = RID.fullmatch(rid)
+                dump = self.pending.pop(rid, None) or Dump(rid, int(match.group(1)))
+                self.refused[rid] = time.monotonic()
+                self.writer.jobs.put(Job(failed=dump, reason=reason))
+
+    def copy(self, job: Job, ids: torch.Tensor, states: list[torch.Tensor], starts: list[int]) -> None:
+        """Enqueue the copies into the ring: on the GPU on a stream of their own, behind the forward that made the rows."""
+        runs: list[list[int]] = []  # [first batch row, rows, first block row] of neighbouring pieces
+        for _, piece, row in job.pieces:
+            if runs and runs[-1][0] + runs[-1][1] == piece.batch_row:
+                runs[-1][1] += piece.rows
+            else:
+                runs.append([piece.batch_row, piece.rows, row])
+        fp8 = self.settings.dtype == "fp8"
+        if self.stream is None:
+            self._enqueue(job, ids, states, starts, runs, fp8)
+            return
+        main = torch.cuda.current_stream(self.device)
+        states[-1] = states[-1].clone()  # the auxiliary states are ours; the final one may lie in a buffer that the next forward uses again
+        self.stream.wait_stream(main)
+        with torch.cuda.stream(self.stream):
+            job.started, job.event = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True, blocking=True)
+            job.started.record(self.stream)
+            self._enqueue(job, ids, states, starts, runs, fp8)
+            job.event.record(self.stream)
+        for tensor in (ids, *states):
+            tensor.record_stream(self.stream)
+
+    def _enqueue(self, job: Job, ids: torch.Tensor, states: list[torch.Tensor], starts: list[int], runs: list[list[int]], fp8: bool) -> None:
+        memory, base = self.writer.ring.memory, job.block[0]
+        targets = {}
+        for item, start in zip(self.writer.fields, starts):
+            flat = memory[base + start : base + start + item.row_bytes * job.rows].view(item.dtype)
+            targets[item.name] = flat.view(job.rows, item.columns) if item.columns else flat
+        names = [item.name for item in self.writer.fields if item.columns]
+        for first, count, row in runs:
+            targets["input_ids"][row : row + count].copy_(ids[first : first + count].to(torch.int32), non_blocking=True)
+            for name, state in zip(names, states):
+                part = state[first : first + count]
+                if fp8:
+                    part, scale = quantize_rows_fp8(part)
+                    targets[f"{name}_scale"][row : row + count].copy_(scale, non_blocking=True)
+                targets[name][row : row + count].copy_(part.contiguous(), non_blocking=True)
+
+    def log_exception(self) -> None:
+        """The traceback of the first few failures; after that the counters tell."""
+        self.logged += 1
+        if self.logged <= 5:
+            logger.exception("hidden-state dump: capture failed; the server goes on")
+
+    def housekeep(self, now: float) -> None:
+        """Free requests that got no rows for stale_s seconds (aborted) and forget old failures."""
+        with self.lock:
+            stale = [dump for dump in self.pending.values() if now - dump.touched > self.settings.stale_s]
+            for dump in stale:
+                del self.pending[dump.rid]
+            for rid in [rid for rid, since in self.refused.items() if now - since > max(self.settings.stale_s, 600.0)]:
+                del self.refused[rid]
+        for dump in stale:
+            self.writer.fail(dump, f"no new rows for {self.settings.stale_s:.0f} s after {dump.next_row} of {dump.tokens}: the request was aborted")
+
+
+def split_output(output: Any) -> tuple[Any, Any]:
+    """What forward returns without capture, and the auxiliary states: (plain, aux). Most return (hidden, aux); some (hidden, before_norm, aux)."""
+    if not isinstance(output, tuple):
+        return output, None
+    return (output[0] if len(output) == 2 else output[:-1]), output[-1]
+
+
+# ---- called by the patch ----------------------------------------------------------------------------------------------------------------------
+
+
+def install(model_runner: Any) -> None:
+    """Called once after the weights are loaded: wrap the text model's forward. Does nothing when capture is off. Raises HiddenStateDumpError."""
+    settings = read_settings()
+    if settings is None:
+        return
+    if model_runner.is_draft_worker:
+        raise HiddenStateDumpError("this server loads a draft model; capture runs on a server without speculation")
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    switch = find_layers(model_runner.model, settings.layer_ids)
+    device = next(model_runner.model.parameters()).device
+    writer = None
+    if parallel.attn_tp_rank == 0:
+        budget = settings.budget_mb << 20 or default_budget(model_runner, len(switch.points))
+        writer = Writer(settings, describe(model_runner, settings, switch), Ring(budget, pinned=device.type == "cuda"), Counters())
+    capture = Capture(switch, settings, (ForwardMode.EXTEND, ForwardMode.MIXED), writer, device)
+    switch.text.forward = capture.forward
+    if writer is None:
+        logger.info("hidden-state dump: attention-TP rank %d captures with rank 0 and writes nothing", parallel.attn_tp_rank)
+        return
+    dp_rank = parallel.attn_dp_rank
+    logger.info(
+        "hidden-state dump: %s, layer ids %s: state after %s decoder layers and the final norm, dtype %s, attention-DP rank %d, folder %s, budget %.0f MB, %d writers",
+        type(switch.text).__name__, list(settings.layer_ids), switch.points, settings.dtype, dp_rank, settings.dir, writer.ring.size / 1e6, settings.writers,
+    )  # fmt: skip
+    threading.Thread(target=watch, args=(capture, writer, dp_rank), name="hidden-state-watch", daemon=True).start()
+
+
+def default_budget(model_runner: Any, points: int) -> int:
+    """Bytes for four of the largest batches, at least 256 MB and at most 8 GB."""
+    args = model_runner.server_args
+    batch_tokens = max(args.chunked_prefill_size or 0, 0) or args.max_prefill_tokens or 16384
+    row = (points + 1) * model_runner.model_config.hidden_size * model_runner.model_config.dtype.itemsize
+    return min(max(4 * batch_tokens * row, 256 << 20), 8 << 30)
+
+
+def describe(model_runner: Any, settings: Settings, switch: LayerSwitch) -> dict[str, str]:
+    """The dump's metadata: what these states are, and how the model turns `final` into logits."""
+    import sglang
+
+    processors = [module for module in model_runner.model.modules() if type(module).__name__ == "LogitsProcessor"]
+    logits = {name: value for name in ("logit_scale", "final_logit_softcapping") for value in {getattr(module, name, None) for module in processors} if value is not None}
+    return {
+        "kind": "aerie-dump", "format": str(VERSION), "model_path": str(model_runner.server_args.model_path), "model_class": type(model_runner.model).__name__,
+        "sglang_version": sglang.__version__, "aux_layer_ids": json.dumps(list(settings.layer_ids)), "capture_points": json.dumps(switch.points),
+        "normed": "true", "dtype": settings.dtype if settings.dtype == "fp8" else str(model_runner.model_config.dtype).removeprefix("torch."), "logits": json.dumps(logits),
+    }  # fmt: skip
+
+
+def watch(capture: Capture, writer: Writer, dp_rank: int) -> None:
+    """Every second: free abandoned requests, keep `capture.<rank>.json` in the folder fresh; once a minute log the counters."""
+    path = os.path.join(writer.settings.dir, f"capture.{dp_rank}.json")
+    last_log, last_values = time.monotonic(), None
+    while True:
+        try:
+            now = time.monotonic()
+            capture.housekeep(now)
+            if writer.counters.values != last_values:
+                last_values = dict(writer.counters.values)
+                info = {**writer.metadata, "pid": os.getpid(), "budget_bytes": writer.ring.size, "counters": last_values}
+                with open(path + ".tmp", "w", encoding="utf-8") as file:
+                    json.dump(info, file)
+                os.rename(path + ".tmp", path)
+            if now - last_log >= writer.settings.log_s:
+                logger.info("hidden-state dump: %s", writer.counters.line())
+                last_log = now
+        except OSError as exc:
+            if exc.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOENT):
+                logger.exception("hidden-state dump: watch")
+        except Exception:
+            logger.exception("hidden-state dump: watch")
+        time.sleep(1.0)

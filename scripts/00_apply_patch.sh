@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Put the capture code into the installed SGLang: 00_apply_patch.sh [--check | --reverse]. Python: PY, else the active venv's, else .venv's.
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+py=${PY:-${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}}
+py=${py:-$here/../.venv/bin/python}
+command -v "$py" >/dev/null || { echo "error: no Python at $py; run 'make setup', or name one that has SGLang: PY=/path/to/python" >&2; exit 2; }
+exec "$py" "$here/patch_sglang.py" "$@"

@@ -1,0 +1,424 @@
+"""The capture hook on a fake text model: which rows, which layers, which files; and that nothing of it reaches the model or the server."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any, Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from aerie import dumps
+from aerie.rid import RID_PATTERN, new_rid
+from capture_fakes import LAYERS, Mode, Model, Rig, TextModel, expected_state, load_hook
+
+hook = load_hook()
+
+
+def name(tokens: int, run: str = "t") -> str:
+    """A rid for a prompt of `tokens` tokens."""
+    return str(new_rid(run, "0123456789abcdef", tokens))
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
+    """rig(**settings) -> Rig; its writers are ended after the test."""
+    made: list[Rig] = []
+
+    def make(**kwargs: Any) -> Rig:
+        made.append(Rig(tmp_path / "dumps", **kwargs))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def check(rig: Rig, rid: str, ids: list[int]) -> dumps.Dump:
+    """The dump of `rid` is there, whole, and holds the states that the fake must have had at each point."""
+    dump = dumps.read_dump(dumps.wait_dump(rig.folder, rid, 10))
+    dumps.check_dump(dump, rid, ids)
+    positions = torch.arange(len(ids))
+    for point, state in zip(rig.switch.points, dump.aux):
+        torch.testing.assert_close(state, expected_state(torch.tensor(ids), positions, point), rtol=1e-6, atol=0)
+    torch.testing.assert_close(dump.final, expected_state(torch.tensor(ids), positions, LAYERS) * 2, rtol=1e-6, atol=0)
+    return dump
+
+
+def error_of(rig: Rig, rid: str, timeout: float = 10.0) -> str:
+    """The server's reason for dropping `rid`; there must be no dump."""
+    with pytest.raises(dumps.DumpError) as caught:
+        dumps.wait_dump(rig.folder, rid, timeout)
+    return str(caught.value)
+
+
+# ---- which layers ----
+
+
+@pytest.mark.parametrize(("style", "shift"), [("list", 1), ("list", 0), ("flags", 1), ("packed", 0)])
+def test_captures_the_layers_that_the_model_itself_chose(rig: Callable[..., Rig], style: str, shift: int) -> None:
+    one = rig(style=style, shift=shift, layer_ids=(1, 2, 4))
+    assert one.switch.points == [1 + shift, 2 + shift, 4 + shift]
+    rid, ids = name(5), [3, 1, 4, 1, 5]
+    one.run((rid, ids, 0))
+    check(one, rid, ids)
+
+
+@pytest.mark.parametrize("style", ["list", "flags", "packed"])
+def test_everything_that_the_setter_changed_is_put_back(style: str) -> None:
+    model = Model(style)
+    before = [dict(module.__dict__) for module in model.modules()]
+    switch = hook.find_layers(model, (0, 2, 4))
+    assert [dict(module.__dict__) for module in model.modules()] == before
+    assert model.capture_aux_hidden_states is False and model.model.layers_to_capture == []
+    switch.set(True)
+    assert model.capture_aux_hidden_states is False and model.model.layers_to_capture == [1, 3, 5]
+    switch.set(False)
+    assert [dict(module.__dict__) for module in model.modules()] == before
+
+
+def test_alias_of_the_text_model_and_a_wrapper_that_owns_the_name_too() -> None:
+    class Kimi(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.language_model = Model()
+            self.model = self.language_model  # an alias, as in Kimi-K2.5
+
+        def set_eagle3_layers_to_capture(self, layer_ids: list[int] | None = None) -> None:
+            self.language_model.set_eagle3_layers_to_capture(layer_ids)
+            self.layers_to_capture = list(layer_ids)
+
+    model = Kimi()
+    switch = hook.find_layers(model, (0, 2, 4))
+    assert switch.text is model.language_model.model and switch.points == [1, 3, 5]
+    assert "layers_to_capture" not in model.__dict__
+
+
+def test_a_class_without_the_setter_is_refused() -> None:
+    with pytest.raises(hook.HiddenStateDumpError, match=r"TextModel has no set_eagle3_layers_to_capture"):
+        hook.find_layers(TextModel(), (0, 2, 4))
+
+
+def test_layers_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(hook.HiddenStateDumpError, match="do these layer ids exist"):
+        hook.find_layers(Model("flags"), (0, 2, 40))
+
+
+# ---- which rows ----
+
+
+def test_concurrent_requests_of_equal_length_and_a_shared_prefix(rig: Callable[..., Rig]) -> None:
+    one = rig()
+    requests = [(name(4), [7, 7, 7, index], 0) for index in range(5)]
+    one.run(*requests)
+    for rid, ids, _ in requests:
+        check(one, rid, ids)
+
+
+def test_three_chunks_mixed_with_other_requests_and_padding(rig: Callable[..., Rig]) -> None:
+    one = rig()
+    long, short, other = (name(10), list(range(10))), (name(2), [8, 9]), "0a1b2c3d"
+    one.run((other, [1, 2, 3], 0), (long[0], long[1][:4], 0), padding=3)
+    one.run((long[0], long[1][4:8], 4), (short[0], short[1], 0))
+    one.run((other, [5], 3), (long[0], long[1][8:], 8), ("HEALTH_CHECK_77", [0], 0))
+    check(one, *long)
+    check(one, *short)
+    assert sorted(path.name for path in one.folder.iterdir()) == sorted(f"{rid}.safetensors" for rid, _ in (long, short))
+
+
+def test_decode_rows_never_appear(rig: Callable[..., Rig]) -> None:
+    one = rig()
+    rid, ids = name(4), [5, 6, 7, 8]
+    one.run((rid, ids[:2], 0))
+    one.run((name(3), [1, 2, 3], 0), (rid, ids[2:], 2), mode=Mode.MIXED)
+    for step in range(3):  # a mixed batch runs decode steps as rows behind the prompt
+        one.run((name(3), [1, 2, 3], 0), (rid, [99], 4 + step), mode=Mode.MIXED)
+    one.run((rid, [99], 7), mode=Mode.DECODE)
+    check(one, rid, ids)
+
+
+def test_a_retracted_request_that_was_not_finished_starts_over(rig: Callable[..., Rig]) -> None:
+    one = rig()
+    rid, ids = name(6), [9, 8, 7, 6, 5, 4]
+    one.run((rid, ids[:4], 0))
+    one.run((rid, ids[:3], 0))
+    one.run((rid, [*ids[3:], 1, 2], 3))  # re-run with answered tokens behind the prompt
+    check(one, rid, ids)
+    time.sleep(0.1)
+    assert [path.name for path in one.folder.iterdir()] == [f"{rid}.safetensors"]
+    assert one.counters.values["errors"] == 0
+
+
+def test_a_repeated_rid_is_dumped_again_and_whole(rig: Callable[..., Rig]) -> None:
+    one = rig()
+    rid = name(3)
+    one.run((rid, [1, 2, 3], 0))
+    check(one, rid, [1, 2, 3])
+    dumps.remove_dump(one.folder, rid)
+    one.run((rid, [1, 2, 4], 0))
+    check(one, rid, [1, 2, 4])
+
+
+def test_a_prefix_from_the_cache_is_an_error_never_a_short_dump(rig: Callable[..., Rig]) -> None:
+    one = rig()
+    rid, hole = name(6), name(6)
+    one.run((rid, [3, 4, 5], 3))
+    assert re.search("rows 0 to 2 never passed through the model", error_of(one, rid))
+    one.run((hole, [1, 2], 0))
+    one.run((hole, [5, 6], 4))
+    assert "rows 2 to 3 never passed" in error_of(one, hole)
+    assert not list(one.folder.glob("*.safetensors")) and not list(one.folder.glob(".*tmp"))
+
+
+def test_an_aborted_request_is_freed_and_named(rig: Callable[..., Rig]) -> None:
+    one = rig(stale_s=0.2)
+    rid = name(6)
+    one.run((rid, [1, 2, 3], 0))
+    one.capture.housekeep(time.monotonic())
+    assert rid in one.capture.pending
+    one.capture.housekeep(time.monotonic() + 1)
+    assert "was aborted" in error_of(one, rid)
+    assert not one.capture.pending and not list(one.folder.glob(".*tmp"))
+
+
+@pytest.mark.parametrize(
+    "rid",
+    ["aerie.t.0123456789abcdef.00000000", "aerie.t.0123456789abcdef.00000000.3.4", "aerie.t/../../x.0123456789abcdef.00000000.3", "../aerie.t.0123456789abcdef.00000000.3",
+     "aerie.t.0123456789ABCDEF.00000000.3", "aerie.t.0123456789abcdef.00000000.3\n", f"aerie.{'r' * 49}.0123456789abcdef.00000000.3", "aerie..0123456789abcdef.00000000.3",
+     "aerie.t.0123456789abcdef.00000000.12345678", "aerie.t.0123456789abcdef.00000000.-3", "aerie.t.0123456789abcdef.00000000.٣", "x" * 5000, "", "health", "aerie.t.0123456789abcdef.00000000.0"],
+)  # fmt: skip
+def test_a_rid_that_is_not_exactly_ours_is_never_touched(rig: Callable[..., Rig], rid: str) -> None:
+    one = rig()
+    one.run((rid, [1, 2, 3], 0))
+    assert one.model.model.calls == [False]
+    assert not one.capture.pending and not list(one.folder.iterdir())
+
+
+def test_the_form_of_a_rid_is_the_clients() -> None:
+    assert hook.RID.pattern.replace("(", "").replace(")", "") == RID_PATTERN.pattern.strip("^$")
+
+
+@pytest.mark.parametrize("mode", [Mode.DECODE, Mode.IDLE, Mode.TARGET_VERIFY])
+def test_other_forward_modes_run_untouched(rig: Callable[..., Rig], mode: Mode) -> None:
+    one = rig()
+    one.run((name(3), [1, 2, 3], 0), mode=mode)
+    assert one.model.model.calls == [False] and not one.capture.pending
+
+
+def test_a_rank_that_does_not_write_captures_all_the_same(rig: Callable[..., Rig]) -> None:
+    one = rig()
+    one.capture.writer = None
+    one.run((name(3), [1, 2, 3], 0))
+    assert one.model.model.calls == [True] and not list(one.folder.iterdir())
+
+
+# ---- what goes wrong ----
+
+
+def test_an_exception_in_our_code_leaves_the_answer_alone(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    one = rig()
+    rid = name(3)
+    monkeypatch.setattr(one.capture, "copy", lambda *_: 1 / 0)
+    one.run((rid, [1, 2, 3], 0))
+    assert "ZeroDivisionError" in error_of(one, rid)
+    monkeypatch.undo()
+    monkeypatch.setattr(one.capture, "accept", lambda *_: 1 / 0)
+    other = name(3)
+    one.run((other, [1, 2, 3], 0))
+    assert "ZeroDivisionError" in error_of(one, other)
+    monkeypatch.undo()
+    again = name(3)
+    one.run((again, [1, 2, 3], 0))
+    check(one, again, [1, 2, 3])
+
+
+def test_a_batch_that_lacks_what_we_read_runs_untouched(rig: Callable[..., Rig]) -> None:
+    one = rig()
+    ids, positions = torch.tensor([1]), torch.tensor([0])
+    answer = one.model(ids, positions, type("Batch", (), {"forward_mode": Mode.EXTEND, "input_ids": ids})())
+    assert answer.shape == (1, 8) and one.model.model.calls == [False]
+
+
+def test_capture_is_off_again_when_forward_raises(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    one = rig()
+    monkeypatch.setattr(one.capture, "original", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        one.run((name(3), [1, 2, 3], 0))
+    assert one.model.model.layers_to_capture == []
+
+
+def test_a_shard_of_the_tokens_is_an_error(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    one = rig()
+    original = one.capture.original
+    monkeypatch.setattr(one.capture, "original", lambda *args: (original(*args)[0], [state[:1] for state in original(*args)[1]]))
+    rid = name(3)
+    one.run((rid, [1, 2, 3], 0))
+    assert "a shard of them" in error_of(one, rid)
+
+
+def test_a_full_budget_drops_the_dump_and_never_waits(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    one = rig()
+    gate = threading.Event()
+    put = one.writer._put
+    monkeypatch.setattr(one.writer, "_put", lambda *args: (gate.wait(30), put(*args)))
+    sent = []
+    for index in range(40):  # 4,000 rows are 0.5 MB of the 1 MB budget; the writers stand still
+        rid = name(4000)
+        sent.append(rid)
+        one.run((rid, [index] * 4000, 0))
+    gate.set()
+    dropped = [rid for rid in sent if "no room" in (dumps.read_error(one.folder, rid) or wait_error(one, rid))]
+    assert 30 < len(dropped) < 40 and one.counters.values["dropped"] == len(dropped)
+    for rid in set(sent) - set(dropped):
+        check(one, rid, [sent.index(rid)] * 4000)
+    rid = name(4000)
+    one.run((rid, [1] * 4000, 0))
+    check(one, rid, [1] * 4000)
+
+
+def wait_error(one: Rig, rid: str) -> str:
+    """The reason in `.error`, or '' once the dump is there."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        if dumps.dump_path(one.folder, rid).exists():
+            return ""
+        if (reason := dumps.read_error(one.folder, rid)) is not None:
+            return reason
+        time.sleep(0.01)
+    raise AssertionError(f"neither a dump nor an error of {rid}")
+
+
+def test_a_folder_that_goes_away_and_comes_back(rig: Callable[..., Rig]) -> None:
+    one = rig()
+    shutil.rmtree(one.folder)
+    one.run((name(3), [1, 2, 3], 0))
+    time.sleep(0.2)
+    assert one.counters.values["errors"] == 1 and not one.folder.exists()
+    one.folder.mkdir()
+    rid = name(3)
+    one.run((rid, [1, 2, 3], 0))
+    check(one, rid, [1, 2, 3])
+
+
+def test_a_full_disk_is_named_and_leaves_nothing_half_written(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    one = rig()
+    rid, real = name(3), os.pwrite
+
+    def full(file: int, data: Any, offset: int) -> int:
+        if offset > 700:
+            raise OSError(28, "No space left on device")
+        return real(file, data, offset)
+
+    monkeypatch.setattr(hook.os, "pwrite", full)
+    one.run((rid, [1, 2, 3], 0))
+    assert "No space left on device" in error_of(one, rid)
+    assert [path.name for path in one.folder.iterdir()] == [f"{rid}.error"]
+
+
+def test_what_dead_servers_left_half_written_is_removed(tmp_path: Path) -> None:
+    dead, alive, foreign = tmp_path / f".{name(3)}.1.4194305.tmp", tmp_path / f".{name(3)}.1.{os.getpid()}.tmp", tmp_path / "notes.tmp"
+    for path in (dead, alive, foreign):
+        path.write_text("x")
+    hook.open_folder(str(tmp_path))
+    assert not dead.exists() and alive.exists() and foreign.exists()
+
+
+def test_files_are_for_the_owner_alone(rig: Callable[..., Rig]) -> None:
+    one = rig()
+    rid = name(3)
+    one.run((rid, [1, 2, 3], 0))
+    check(one, rid, [1, 2, 3])
+    assert one.folder.stat().st_mode & 0o777 == 0o700
+    assert dumps.dump_path(one.folder, rid).stat().st_mode & 0o777 == 0o600
+
+
+# ---- settings and refusals ----
+
+
+def server_args(**changed: Any) -> Any:
+    """Server arguments that capture accepts, but for `changed`."""
+    accepted = {
+        "speculative_algorithm": None, "disable_radix_cache": True, "enable_two_batch_overlap": False, "enable_pdmux": False, "pp_size": 1, "attn_cp_size": 1,
+        "enable_prefill_cp": False, "dcp_size": 1, "disaggregation_mode": "null", "dllm_algorithm": None, "enable_attn_tp_input_scattered": False,
+    }  # fmt: skip
+    return type("Args", (), accepted | changed)()
+
+
+@pytest.mark.parametrize(
+    ("changed", "graphs", "words"),
+    [({"speculative_algorithm": "EAGLE3"}, False, "speculative decoding"), ({"disable_radix_cache": False}, False, "--disable-radix-cache"), ({}, True, "--disable-prefill-cuda-graph"),
+     ({"enable_two_batch_overlap": True}, False, "two-batch overlap"), ({"pp_size": 2}, False, "pipeline parallel"), ({"attn_cp_size": 2}, False, "context parallel"),
+     ({"enable_prefill_cp": True}, False, "context parallel"), ({"dcp_size": 2}, False, "context parallel"), ({"disaggregation_mode": "prefill"}, False, "PD disaggregation"),
+     ({"dllm_algorithm": "LowConfidence"}, False, "diffusion"), ({"enable_pdmux": True}, False, "multiplexing"), ({"enable_attn_tp_input_scattered": True}, False, "shard of the tokens"),
+     ({"enable_return_aux_hidden_states": True}, False, "SGLang's own capture"), ({"enable_layernorm_sp": True}, False, "shard of the tokens")],
+)  # fmt: skip
+def test_refused_at_start_with_a_sentence(tmp_path: Path, changed: dict[str, Any], graphs: bool, words: str) -> None:
+    environ = {"SGLANG_HS_DUMP_DIR": str(tmp_path), "SGLANG_HS_DUMP_LAYER_IDS": "1,2,3"}
+    hook.refuse(server_args(), False, environ)
+    with pytest.raises(hook.HiddenStateDumpError, match=words):
+        hook.refuse(server_args(**changed), graphs, environ)
+    hook.refuse(server_args(**changed), graphs, {})  # capture off: nothing is refused
+
+
+def test_an_argument_that_this_sglang_does_not_have_is_not_taken_on_trust(tmp_path: Path) -> None:
+    args = type("Args", (), {"disable_radix_cache": True})()
+    with pytest.raises(hook.HiddenStateDumpError, match="pp_size: this SGLang has no such server argument"):
+        hook.refuse(args, False, {"SGLANG_HS_DUMP_DIR": str(tmp_path), "SGLANG_HS_DUMP_LAYER_IDS": "1"})
+
+
+def test_the_folder_is_made_or_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "dumps"
+    hook.refuse(server_args(), False, {"SGLANG_HS_DUMP_DIR": str(folder), "SGLANG_HS_DUMP_LAYER_IDS": "1"})
+    assert folder.is_dir() and not list(folder.iterdir())
+    (tmp_path / "file").write_text("x")
+    for bad in (str(tmp_path / "file" / "dumps"), "/proc/no-such-folder"):
+        with pytest.raises(hook.HiddenStateDumpError, match="name a folder that this user can write"):
+            hook.refuse(server_args(), False, {"SGLANG_HS_DUMP_DIR": bad, "SGLANG_HS_DUMP_LAYER_IDS": "1"})
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [({"LAYER_IDS": "3,2"}, "rising order"), ({"LAYER_IDS": ""}, "not a number"), ({"LAYER_IDS": "a"}, "not a number"), ({"DTYPE": "int8"}, "model or fp8"), ({"BUDGET_MB": "-1"}, "0 or more"),
+     ({"DIR": "relative/path"}, "absolute"), ({"WRITER": "2"}, "unknown setting SGLANG_HS_DUMP_WRITER"), ({"WRITERS": "0"}, "1 to 16"), ({"STALE_S": "soon"}, "not a number")],
+)  # fmt: skip
+def test_settings_that_make_no_sense(changed: dict[str, str], words: str) -> None:
+    environ = {"SGLANG_HS_DUMP_DIR": "/tmp/x", "SGLANG_HS_DUMP_LAYER_IDS": "1,2"} | {f"SGLANG_HS_DUMP_{key}": value for key, value in changed.items()}
+    with pytest.raises(hook.HiddenStateDumpError, match=words):
+        hook.read_settings(environ)
+    assert hook.read_settings({key: value for key, value in environ.items() if key != "SGLANG_HS_DUMP_DIR"}) is None
+
+
+# ---- the ring ----
+
+
+def test_ring_never_hands_out_the_same_bytes_twice() -> None:
+    generator = np.random.default_rng(0)
+    ring = hook.Ring(1000, False)
+    held: list[list] = []
+    for _ in range(5000):
+        if held and generator.random() < 0.5:
+            ring.give_back(held.pop(int(generator.integers(len(held)))))
+        elif (block := ring.take(int(generator.integers(1, 400)))) is not None:
+            assert 0 <= block[0] < block[1] <= 1000
+            assert all(block[1] <= other[0] or other[1] <= block[0] for other in held)
+            held.append(block)
+    for block in held:
+        ring.give_back(block)
+    assert ring.take(1000) is not None and ring.take(1) is None
+
+
+def test_metadata_can_be_read_without_the_reader(rig: Callable[..., Rig]) -> None:
+    one = rig()
+    rid = name(2)
+    one.run((rid, [1, 2], 0))
+    check(one, rid, [1, 2])
+    raw = dumps.dump_path(one.folder, rid).read_bytes()
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    assert header["__metadata__"]["rid"] == rid and header["__metadata__"]["rows"] == "2"
+    assert len(raw) == 8 + int.from_bytes(raw[:8], "little") + max(item["data_offsets"][1] for key, item in header.items() if key != "__metadata__")
