@@ -42,9 +42,9 @@ def running_server(config: Config) -> Server | None:
         return None
     if server.record["model_path"] != config.model_path:
         raise UserError(f"the running extraction server of run {config.run.name!r} serves {server.record['model_path']}, the config says {config.model_path}; end it with --stop first")
-    ids = ",".join(map(str, config.target.aux_layer_ids))
-    if server.record.get("aux_layer_ids", ids) != ids:
-        raise UserError(f"the running extraction server captures layer ids {server.record['aux_layer_ids']}, the config says {ids}; end it with --stop first")
+    for key, wanted in (("aux_layer_ids", config.target.aux_layer_ids), ("dtype", config.extract.dtype)):
+        if server.record[key] != wanted:
+            raise UserError(f"the running extraction server of run {config.run.name!r} captures with {key} = {server.record[key]}, the config says {wanted}; end it with --stop first")
     return server
 
 

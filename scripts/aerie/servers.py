@@ -112,6 +112,7 @@ def server_env(config: Config, mode: str) -> dict[str, str]:
     if mode == "extraction":
         env["SGLANG_HS_DUMP_DIR"] = str(dump_dir(config))
         env["SGLANG_HS_DUMP_LAYER_IDS"] = ",".join(map(str, config.target.aux_layer_ids))
+        env["SGLANG_HS_DUMP_DTYPE"] = config.extract.dtype
     if not has_gpu():
         env.setdefault("AERIE_CPU_PLATFORM", "1")
         env["AERIE_ROOT"] = str(ROOT)  # this checkout's plugin and references, also where several checkouts share a venv
@@ -264,7 +265,7 @@ class Server:
             )  # fmt: skip
         record = {
             "pid": process.pid, "start_ticks": start_ticks(process.pid), "mode": mode, "url": url_of(config, mode), "log": str(log),
-            "command": argv, "model_path": config.model_path, "started": time.time(),
+            "command": argv, "model_path": config.model_path, "aux_layer_ids": config.target.aux_layer_ids, "dtype": config.extract.dtype, "started": time.time(),
         }  # fmt: skip
         write_json(cls.record_path(config, mode), record)
         return cls(config, mode, process, record)
