@@ -22,8 +22,12 @@ from .identity import read_model_config, text_config, tokenizer_hash
 MASK_RULE = "answer-and-end-of-turn/1"
 PROBE = "aerieprobeanswer"  # stands for an answer where only its place in the template matters
 OPEN_THINK = re.compile(r"(<think>|◁think▷|<seed:think>)(\s*)$")
+OPENED_THINK = re.compile(r"^\s*(<think>|◁think▷|<seed:think>)\s*")
+TOOL_CALL = re.compile(r"<tool_call|<\|tool_call|<｜tool▁call|<\|python_tag\|>|\[TOOL_CALLS\]|<minimax:tool_call|<seed:tool_call")
 MARKER = re.compile(r"think|tool|function|reason|call|channel|message|constrain|return|section|argument|answer|response|im_end|eot|eom", re.IGNORECASE)
-NOT_MARKER = re.compile(r"reserved|unused|image|audio|vision|video|fim|media|pad|mask|placeholder", re.IGNORECASE)
+NOT_OPENED_THINK = re.compile(r"^\s*(<think>|◁think▷|<seed:think>)\s*")
+TOOL_CALL = re.compile(r"<tool_call|<\|tool_call|<｜tool▁call|<\|python_tag\|>|\[TOOL_CALLS\]|<minimax:tool_call|<seed:tool_call")
+MARKER = re.compile(r"reserved|unused|image|audio|vision|video|fim|media|pad|mask|placeholder", re.IGNORECASE)
 
 
 class Turn(NamedTuple):
@@ -129,6 +133,28 @@ class ChatTokenizer:
             answer = self.encode(self._answer_behind_other_prompt(chat, index, prompt_text, whole_text))
         ends = [place for place, token in enumerate(answer) if token in self.end_ids]
         return Turn(prompt, answer[: ends[-1] + 1] if ends else answer)
+
+    def message_of(self, answer: list[int]) -> dict[str, Any]:
+        """An answer's tokens as the message that a client would send back: reasoning apart from content; `tool_calls` is true where it calls a tool."""
+        ids = answer[:-1] if answer and answer[-1] in self.end_ids else answer
+        text = self.decode(ids)
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if "<|channel|>" in text:  # harmony: the last channel is what the user reads
+            channels = re.findall(r"<\|channel\|>(.*?)<\|message\|>(.*?)(?=<\|end\|>|<\|start\|>|<\|call\|>|<\|return\|>|$)", text, re.DOTALL)
+            message["content"] = next((body for name, body in reversed(channels) if name.startswith("final")), "")
+            thoughts = "\n".join(body for name, body in channels if name.startswith("analysis"))
+            calls = any("to=" in name for name, _ in channels)
+        else:
+            closed = re.search(r"</think>|◁/think▷|</seed:think>", text)
+            thoughts = OPENED_THINK.sub("", text[: closed.start()]).strip() if closed else ""
+            if closed:
+                message["content"] = text[closed.end() :].lstrip("\n")
+            calls = bool(TOOL_CALL.search(text))
+        if thoughts:
+            message["reasoning_content"] = thoughts
+        if calls:
+            message["tool_calls"] = True
+        return message
 
     def _answer_behind_other_prompt(self, chat: Chat, index: int, prompt_text: str, whole_text: str) -> str:
         """The answer's text where the generation prompt says more than the rendering of a finished turn does.

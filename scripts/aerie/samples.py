@@ -5,7 +5,11 @@ Tensors: input_ids [sum T] int32, loss_mask [sum T] uint8, offsets [N+1] int64, 
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import struct
+from array import array
 from pathlib import Path
 from typing import Iterator, NamedTuple, Sequence
 
@@ -51,6 +55,59 @@ def write_samples(path: Path, samples: Sequence[Sample], metadata: dict[str, str
         "sample_ids": np.array([int(sample.id, 16) for sample in samples], dtype=np.uint64),
     }
     save_atomic(path, tensors, {"kind": "aerie-samples", "format": "1", **metadata})
+
+
+class SampleWriter:
+    """Write a split row by row with little memory: rows lie in hidden files beside `path` until close() puts the safetensors file together and renames it."""
+
+    def __init__(self, path: Path, metadata: dict[str, str]):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path, self.metadata = path, {"kind": "aerie-samples", "format": "1", **metadata}
+        self.lengths, self.numbers = array("q", [0]), array("Q")  # offsets, sample ids
+        self._parts = [path.with_name(f".{path.name}.{os.getpid()}.{name}.tmp") for name in ("ids", "mask", "whole")]
+        self._ids, self._mask = open(self._parts[0], "w+b"), open(self._parts[1], "w+b")  # noqa: SIM115  closed by close() or abandon()
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def add(self, sample: Sample) -> None:
+        """Append one row."""
+        self._ids.write(np.ascontiguousarray(sample.input_ids, "<i4").tobytes())
+        self._mask.write(np.ascontiguousarray(sample.loss_mask, np.uint8).tobytes())
+        self.lengths.append(self.lengths[-1] + len(sample.input_ids))
+        self.numbers.append(int(sample.id, 16))
+
+    def close(self) -> None:
+        """Put the file together under a temporary name, fsync, rename. The layout is safetensors' own: length, JSON header, tensors without gaps."""
+        rows = self.lengths[-1]
+        sizes = {"offsets": 8 * len(self.lengths), "sample_ids": 8 * len(self.numbers), "input_ids": 4 * rows, "loss_mask": rows}
+        shapes = {"offsets": len(self.lengths), "sample_ids": len(self.numbers), "input_ids": rows, "loss_mask": rows}
+        header: dict[str, object] = {"__metadata__": self.metadata}
+        place = 0
+        for name, size in sizes.items():
+            header[name] = {"dtype": TENSORS[name], "shape": [shapes[name]], "data_offsets": [place, place + size]}
+            place += size
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        try:
+            with open(self._parts[2], "wb") as whole:
+                whole.write(struct.pack("<Q", len(text)) + text)
+                whole.write(np.array(self.lengths, "<i8").tobytes() + np.array(self.numbers, "<u8").tobytes())
+                for part in (self._ids, self._mask):
+                    part.seek(0)
+                    shutil.copyfileobj(part, whole, 1 << 20)
+                whole.flush()
+                os.fsync(whole.fileno())
+            os.replace(self._parts[2], self.path)
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Remove the unfinished parts; the file of an earlier run stays as it was."""
+        for part in (self._ids, self._mask):
+            part.close()
+        for part in self._parts:
+            part.unlink(missing_ok=True)
 
 
 class SampleFile:

@@ -1,0 +1,74 @@
+#!/usr/bin/env python3
+"""Chats -> token ids and loss mask, through the target's own chat template; with --regenerate the answers are written by the served target itself.
+
+Reads data.inputs, writes runs/<run>/data: train.safetensors, heldout.safetensors, vocab_map.safetensors, answers.jsonl, rejected.jsonl, report.json.
+Run again it asks only for answers that are not there yet.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from aerie.answers import AnswerLog
+from aerie.config import add_config_arguments, config_from_args
+from aerie.errors import run_main
+from aerie.prepare import MIN_SUPERVISED, Preparation, Rejected
+from aerie.report import write_report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_config_arguments(parser)
+    choice = "whether the served target writes the answers (default: data.regenerate of the config)"
+    parser.add_argument("--regenerate", action=argparse.BooleanOptionalAction, default=None, help=choice)
+    args = parser.parse_args()
+    config = config_from_args(args)
+    regenerate = config.data.regenerate if args.regenerate is None else args.regenerate
+
+    start = time.monotonic()
+    preparation = Preparation(config, regenerate)
+    folder = preparation.folder
+    rejected = Rejected(folder / "rejected.jsonl")
+    log = AnswerLog(folder / "answers.jsonl") if regenerate else None
+    try:
+        selection = preparation.select(rejected)
+        print(f"{preparation.counts['chats']:,} chats: {selection.train:,} to train on, {selection.heldout:,} held out, {rejected.count:,} rows rejected", flush=True)
+        if log is not None:
+            preparation.write_answers(selection, log, rejected)
+        made = preparation.write_rows(selection, log, rejected)
+    finally:
+        rejected.close()
+        if log is not None:
+            log.close()
+    seconds = time.monotonic() - start
+    report = {"run": config.run.name, "config": config.as_dict(), "inputs": [str(path) for path in preparation.inputs], "regenerate": regenerate, **preparation.metadata()}
+    report |= {"counts": {**preparation.counts, "rejected": rejected.count}, "rejected_reasons": dict(rejected.reasons), **made}
+    report |= {"seconds": {**preparation.seconds, "all": seconds}, **preparation.rates()}
+    write_report(folder / "report.json", **report)
+    print_summary(folder, report)
+
+
+def print_summary(folder: Path, report: dict) -> None:
+    """What a reader wants to know before the states are extracted."""
+    for split, counts in report["splits"].items():
+        tokens, supervised = counts.get("tokens", 0), counts.get("supervised", 0)
+        print(f"{split}: {counts.get('rows', 0):,} rows, {tokens:,} tokens, {supervised:,} supervised ({supervised / max(tokens, 1):.1%})")
+    print("draft vocabulary: " + ", ".join(f"{int(size):,} ids cover {share:.2%}" for size, share in report["coverage"].items()) + " of the supervised tokens")
+    odd = {name: value for name, value in report["counts"].items() if value and name not in ("chats", "train_chats", "heldout_chats")}
+    if odd:
+        print("counted: " + ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in odd.items()))
+    train = report["splits"]["train"]
+    if train["supervised"] < MIN_SUPERVISED * train["tokens"]:
+        print(
+            f"warning: only {train['supervised'] / train['tokens']:.1%} of the tokens are supervised (under {MIN_SUPERVISED:.0%}); "
+            f"look at some samples with scripts/show_sample.py before you go on",
+            file=sys.stderr,
+        )
+    print(f"wrote {folder} in {report['seconds']['all']:.1f} s")
+
+
+if __name__ == "__main__":
+    run_main(main)

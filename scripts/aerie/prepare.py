@@ -1,0 +1,325 @@
+"""02a's way from files of chats to train and held-out rows: select by content, ask for answers, render and mask, write in a stream.
+
+Twice over the input: first to see which chats there are (64 bits each), then to render them. Nothing depends on the order of files or rows but the rows' order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from array import array
+from collections import Counter
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any, Iterator, NamedTuple
+
+import numpy as np
+
+from .answers import Answer, AnswerLog, AnswerServer, NoAnswer, Walked, answer_key, recorded, walk
+from .chats import BadRow, Chat, read_rows
+from .config import Config
+from .errors import UserError
+from .identity import model_hash
+from .paths import resolve_input
+from .progress import Progress
+from .render import MASK_RULE, ChatTokenizer, Turn, rows_of, supervised_predictions
+from .rid import sample_id
+from .samples import Sample, SampleWriter
+from .servers import url_of
+from .vocab import COVERAGE_SIZES, coverage, rank_ids, write_vocab_map
+
+MIN_SUPERVISED = 0.05  # below this share of supervised tokens something is probably wrong with the mask
+
+
+class Selection(NamedTuple):
+    """Which chats are used: by the 64-bit hash of their prompt, so the same chats in any order and any file."""
+
+    heldout_below: int  # prompt_key <= this: held out
+    train_below: int  # else prompt_key <= this: trained on
+    heldout: int
+    train: int
+
+
+class Rejected:
+    """rejected.jsonl: rows that could not be used, with file, line and reason."""
+
+    def __init__(self, path: Path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path, self.count, self.reasons = path, 0, Counter()
+        self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115  closed by close()
+
+    def add(self, source: str, row: Any, reason: str) -> None:
+        self.count += 1
+        self.reasons[reason.split(":")[0][:80]] += 1
+        if self.count <= 5:
+            print(f"rejected {source}: {reason[:200]}", flush=True)
+        print(json.dumps({"source": source, "reason": reason, "row": json.dumps(row, ensure_ascii=True)[:2000]}, ensure_ascii=True), file=self._file)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Preparation:
+    """One run of 02a."""
+
+    def __init__(self, config: Config, regenerate: bool):
+        self.config, self.regenerate = config, regenerate
+        self.inputs = [resolve_input(name) for name in config.data.inputs]
+        if not self.inputs:
+            raise UserError(f"{config.path}: data.inputs names no file; name files of chats (JSONL or JSON)")
+        self.folder = config.run.data
+        self.counts: Counter[str] = Counter()
+        self.seconds: dict[str, float] = {}
+        self.asked: Counter[str] = Counter()
+        self.tokenizer = ChatTokenizer.of(config)
+        self._render_lock = threading.Lock()  # tokenizers and templates are not promised to be safe for threads
+
+    def chats(self, rejected: Rejected | None) -> Iterator[Chat]:
+        """Every usable chat once, in the order of files and lines; bad rows go to `rejected` on the pass that counts."""
+        seen: set[int] = set()
+        for path in self.inputs:
+            for number, row, chat in read_rows(path):
+                if isinstance(chat, BadRow):
+                    if rejected is not None:
+                        rejected.add(f"{path.name}:{number}", row, str(chat))
+                    continue
+                key = chat.content_key(answers=not self.regenerate)
+                if key in seen:
+                    self.counts["duplicate_chats"] += rejected is not None
+                    continue
+                seen.add(key)
+                yield chat
+
+    def select(self, rejected: Rejected) -> Selection:
+        """Read everything once; the chats with the smallest prompt hashes are held out, the next ones are trained on."""
+        data = self.config.data
+        keys = array("Q", (chat.prompt_key() for chat in self.chats(rejected)))
+        if not keys:
+            raise UserError(f"no usable chat in {', '.join(map(str, self.inputs))}; see {rejected.path}")
+        if data.heldout >= len(keys):
+            raise UserError(f"data.heldout = {data.heldout} of {len(keys)} chats leaves nothing to train on; set data.heldout lower or give more chats")
+        ranked = np.sort(np.frombuffer(keys, np.uint64))
+        heldout_below = int(ranked[data.heldout - 1]) if data.heldout else -1
+        heldout = int(np.searchsorted(ranked, heldout_below, "right")) if data.heldout else 0
+        last = len(keys) - 1 if not data.limit else min(heldout + data.limit, len(keys)) - 1
+        train_below = int(ranked[last])
+        train = int(np.searchsorted(ranked, train_below, "right")) - heldout
+        self.counts |= {"chats": len(keys), "heldout_chats": heldout, "train_chats": train, "unused_chats": len(keys) - heldout - train}
+        return Selection(heldout_below, train_below, heldout, train)
+
+    def selected(self, selection: Selection) -> Iterator[tuple[Chat, bool]]:
+        """(chat, held out) for the chosen chats, in input order."""
+        for chat in self.chats(None):
+            key = chat.prompt_key()
+            if key <= max(selection.heldout_below, selection.train_below):
+                yield chat, key <= selection.heldout_below
+
+    # -- answers ---------------------------------------------------------------------------------------------------------------------------------------
+
+    def write_answers(self, selection: Selection, log: AnswerLog, rejected: Rejected) -> None:
+        """Ask the target for every answer that the log does not hold, many chats at once."""
+        config = self.config
+        urls = config.server.urls or [url_of(config, "extraction")]
+        server = AnswerServer(config, urls, self.tokenizer)
+        settings = server.settings(model_hash(config.model_path))
+        total = selection.heldout + selection.train
+        progress = Progress(total, "answered", "chats")
+        checked, lock = threading.Event(), threading.Lock()
+
+        def answer_of(prompt: list[int], history: Chat, count: int) -> Answer | None:
+            key = answer_key(prompt, settings)
+            if key in log:
+                return log.get(key)
+            with lock:
+                if not checked.is_set():
+                    server.check()
+                    checked.set()
+            start = time.monotonic()
+            try:
+                answer = server.ask(prompt, history, count)
+            except NoAnswer as exc:
+                with lock:
+                    rejected.add(history.source, history.messages, str(exc))
+                return None
+            log.add(key, answer)
+            with lock:
+                self.asked["answers"] += 1
+                self.asked["tokens"] += len(answer.output_ids)
+                progress.update(0, tokens=len(answer.output_ids), request_seconds=time.monotonic() - start)
+            return answer
+
+        def one(chat: Chat) -> None:
+            walk(self._locked, chat, answer_of, keep_truncated=True)
+
+        start = time.monotonic()
+        with ThreadPoolExecutor(config.data.concurrency) as pool:
+            running: set[Future] = set()
+            try:
+                for chat, _ in self.selected(selection):
+                    if chat.input_ids is not None:
+                        progress.update()
+                        continue
+                    running.add(pool.submit(one, chat))
+                    if len(running) >= config.data.concurrency:
+                        running = self._collect(running, progress, rejected)
+                while running:
+                    running = self._collect(running, progress, rejected)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        progress.close()
+        self.seconds["answers"] = time.monotonic() - start
+        self.answer_settings = settings
+
+    @staticmethod
+    def _collect(running: set[Future], progress: Progress, rejected: Rejected) -> set[Future]:
+        done, left = wait(running, return_when=FIRST_COMPLETED)
+        for future in done:
+            try:
+                future.result()
+            except BadRow:
+                pass  # the same row is rejected again, and counted, when rows are written
+            progress.update()
+        return left
+
+    # -- rows ------------------------------------------------------------------------------------------------------------------------------------------
+
+    def turns(self, chat: Chat, log: AnswerLog | None) -> list[Turn]:
+        """The chat's turns: its own answers, or those of the log."""
+        if log is None:
+            return recorded(self.tokenizer, chat)
+        found: Walked = walk(
+            self.tokenizer, chat, lambda prompt, history, count: log.get(answer_key(prompt, self.answer_settings)), self.config.data.truncated_answers == "keep"
+        )
+        self.counts["truncated_answers"] += found.truncated
+        self.counts["missing_answers"] += found.missing
+        self.counts["retokenised_answers"] += found.retokenised
+        self.counts["chats_ended_by_tool_call"] += found.ended_by_tool_call
+        return found.turns
+
+    def rows(self, chat: Chat, log: AnswerLog | None) -> Iterator[Sample]:
+        """The chat's rows as they will be trained on, cut to data.max_tokens; what is dropped is counted. Raises BadRow."""
+        if chat.input_ids is not None:
+            if int(chat.input_ids.max()) >= self.tokenizer.vocab_size:
+                raise BadRow(f"input_ids holds {int(chat.input_ids.max())}, the target's vocabulary has {self.tokenizer.vocab_size}")
+            pairs, turns = [(chat.input_ids, chat.loss_mask)], []
+        else:
+            turns = self.turns(chat, log)
+            pairs = rows_of(turns)
+        self.counts["chats_one_row_a_turn"] += len(pairs) > 1
+        limit = self.config.data.max_tokens
+        for ids, mask in pairs:
+            if len(ids) > limit:
+                border = last_turn_border(mask, limit) if self.config.data.too_long == "cut" else 0
+                self.counts["rows_cut" if border else "rows_too_long"] += 1
+                if not border:
+                    continue
+                ids, mask = ids[:border], mask[:border]
+            if not supervised_predictions(mask):
+                self.counts["rows_nothing_to_supervise"] += 1
+                continue
+            yield Sample(sample_id(ids, mask), ids, mask)
+
+    def write_rows(self, selection: Selection, log: AnswerLog | None, rejected: Rejected) -> dict[str, Any]:
+        """Render, mask and write both splits and the vocabulary map; returns what the report says of them."""
+        metadata = self.metadata()
+        vocab = self.tokenizer.vocab_size
+        supervised, others = np.zeros(vocab, np.int64), np.zeros(vocab, np.int64)
+        writers = {split: SampleWriter(self.folder / f"{split}.safetensors", metadata) for split in ("train", "heldout")}
+        totals = {split: Counter() for split in writers}
+        seen: set[int] = set()
+        progress = Progress(selection.heldout + selection.train, "rendered", "chats")
+        start = time.monotonic()
+        try:
+            for chat, heldout in self.selected(selection):
+                split = "heldout" if heldout else "train"
+                tokens = 0
+                try:
+                    for sample in self.rows(chat, log):
+                        if (number := int(sample.id, 16)) in seen:
+                            self.counts["duplicate_rows"] += 1
+                            continue
+                        seen.add(number)
+                        writers[split].add(sample)
+                        tokens += len(sample.input_ids)
+                        learned = sample.input_ids[sample.loss_mask == 1]
+                        totals[split].update(rows=1, tokens=len(sample.input_ids), supervised=len(learned))
+                        if not heldout:
+                            np.add.at(supervised, learned, 1)
+                            np.add.at(others, sample.input_ids[sample.loss_mask == 0], 1)
+                except BadRow as exc:
+                    rejected.add(chat.source, chat.messages, str(exc))
+                progress.update(1, tokens=tokens, errors=rejected.count - progress.errors)
+            progress.close()
+            if not len(writers["train"]):
+                raise UserError(f"no row to train on came out of {selection.train} chats; see {rejected.path} and the counts: {dict(self.counts)}")
+            for writer in writers.values():
+                writer.close()
+        finally:
+            for writer in writers.values():
+                writer.abandon()
+        self.seconds["rows"] = time.monotonic() - start
+        numbers = np.sort(np.array(writers["train"].numbers, np.uint64))
+        table = self.write_vocab(supervised, others, metadata | {"data_hash": hashlib.sha256(numbers.tobytes()).hexdigest()})
+        return {"splits": {split: dict(counts) for split, counts in totals.items()}, **table}
+
+    def write_vocab(self, supervised: np.ndarray, others: np.ndarray, metadata: dict[str, str]) -> dict[str, Any]:
+        """Choose the draft vocabulary and write its map."""
+        forced = self.tokenizer.forced_ids
+        size = min(self.config.draft.vocab_size, len(supervised))
+        if len(forced) > size:
+            raise UserError(f"draft.vocab_size = {size} has no room for the {len(forced)} end-of-turn, tool and reasoning markers of this tokenizer; set it higher")
+        ranked = rank_ids(supervised, forced, others)
+        table = coverage(supervised, ranked, [size, *COVERAGE_SIZES])
+        write_vocab_map(self.folder / "vocab_map.safetensors", ranked[:size], len(supervised), metadata | {"coverage": f"{table[size]:.6f}"})
+        return {
+            "draft_vocab_size": size, "coverage": {str(key): value for key, value in sorted(table.items())},
+            "distinct_supervised_ids": int(np.count_nonzero(supervised)), "forced_ids": forced, "data_hash": metadata["data_hash"],
+        }  # fmt: skip
+
+    def rates(self) -> dict[str, float]:
+        """Chats and tokens a second of the two slow parts."""
+        found = {"rendered_chats_s": (self.counts["train_chats"] + self.counts["heldout_chats"]) / max(self.seconds["rows"], 1e-9)}
+        if self.regenerate:
+            found |= {"answers_asked": self.asked["answers"], "answer_tok_s": self.asked["tokens"] / max(self.seconds["answers"], 1e-9)}
+        return found
+
+    def metadata(self) -> dict[str, str]:
+        """What both splits and the map say about where they came from."""
+        return {
+            "tokenizer_hash": self.tokenizer.hash, "template_hash": self.tokenizer.template_hash, "mask_rule": MASK_RULE,
+            "model_path": self.config.model_path, "model_hash": model_hash(self.config.model_path),
+            "answers": "target" if self.regenerate else "recorded",
+        }  # fmt: skip
+
+    @property
+    def _locked(self) -> ChatTokenizer:
+        return LockedTokenizer(self.tokenizer, self._render_lock)  # type: ignore[return-value]
+
+
+class LockedTokenizer:
+    """The three calls that walk() makes, one thread at a time."""
+
+    def __init__(self, tokenizer: ChatTokenizer, lock: threading.Lock):
+        self._tokenizer, self._lock = tokenizer, lock
+
+    def prompt(self, chat: Chat, index: int) -> list[int]:
+        with self._lock:
+            return self._tokenizer.prompt(chat, index)
+
+    def turn(self, chat: Chat, index: int) -> Turn:
+        with self._lock:
+            return self._tokenizer.turn(chat, index)
+
+    def message_of(self, answer: list[int]) -> dict[str, Any]:
+        with self._lock:
+            return self._tokenizer.message_of(answer)
+
+
+def last_turn_border(mask: np.ndarray, limit: int) -> int:
+    """The largest length up to `limit` at which an answer has just ended (mask 1, then 0 or the row's end); 0 when no answer ends by then."""
+    ends = np.flatnonzero((mask == 1) & (np.append(mask[1:], 0) == 0)) + 1
+    ends = ends[ends <= limit]
+    return int(ends[-1]) if len(ends) else 0
