@@ -37,7 +37,7 @@ class Step:
 
 
 STEPS = (
-    Step("data", "02a_prepare_data.py", ("target", "data"), "data/report.json", needs="extraction"),
+    Step("data", "02a_prepare_data.py", ("target", "data", "draft"), "data/report.json", needs="extraction"),
     Step("extract", "02b_extract_hidden_states_sglang.py", ("target", "extract"), "store/report.json", needs="extraction"),
     Step("train", "03_train.py", ("target", "draft", "train"), "drafter/report.json"),
     Step("check", "check_drafter.py", (), ""),
