@@ -78,7 +78,7 @@ plan: $(READY) ## memory, disk and hours of a run before it starts
 	@$(PY) scripts/plan_run.py $(ARGS)
 
 doctor: ## what this machine has, and what is wrong with it: a tick or a cross each
-	@scripts/doctor.sh
+	@"$$(command -v "$(PY)" || command -v "$(PYTHON)" || echo python3)" scripts/doctor.py $(ARGS)
 
 test: $(READY) target ## the tests that fit in 25 minutes on 2 cores
 	@$(PY) -m pytest $(TESTS) -m "not slow and not docs and not gpu" $(PYTEST_ARGS)

@@ -28,6 +28,7 @@ def test_every_kernel_fits_sm120(check):
     assert {"_fwd_grouped_kernel_stage1", "_fwd_kernel"} <= {kernel["kernel"] for kernel in report["kernels"]}
 
 
+@pytest.mark.slow
 def test_hopper_tiles_ask_for_what_owners_saw(check):
     """sglang #14311, ktransformers #1570: 'Required: 106496, Hardware limit: 101376' at Kimi-K2's first prefill."""
     code, report = check("hopper", "--tiles-of", "90")

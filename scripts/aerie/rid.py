@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 RID_PATTERN = re.compile(r"^aerie\.[A-Za-z0-9_-]{1,48}\.[0-9a-f]{16}\.[0-9a-f]{8}\.[0-9]{1,7}$", re.ASCII)
 RUN_PATTERN = re.compile(r"^[A-Za-z0-9_-]{1,48}$", re.ASCII)
@@ -27,6 +28,8 @@ class Rid(NamedTuple):
 
 def sample_id(input_ids: np.ndarray, loss_mask: np.ndarray) -> str:
     """First 16 hex digits of sha256 over ids (int32, little endian) and mask (uint8): the same chat has the same name in any order."""
+    import numpy as np  # here alone: the names of runs are checked by `make doctor` too, before any package is there
+
     digest = hashlib.sha256(np.ascontiguousarray(input_ids, dtype="<i4").tobytes())
     digest.update(np.ascontiguousarray(loss_mask, dtype=np.uint8).tobytes())
     return digest.hexdigest()[:16]

@@ -1,0 +1,99 @@
+"""Driver, GPUs, how they reach each other, driver messages; and what is known to go wrong on SM120 (sm120.py)."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Iterator
+
+from . import sm120
+from .checks import GIB, Facts, Result, run, version_tuple
+
+# Lowest driver by CUDA major.minor (NVIDIA's CUDA compatibility table, Linux).
+DRIVERS = {(13, 0): (580,), (12, 9): (575,), (12, 8): (570,), (12, 6): (560,), (12, 4): (550,)}
+XID = {8: "the GPU stopped answering", 13: "a kernel's illegal instruction or access", 31: "a kernel read or wrote outside its memory", 48: "double-bit memory error", 62: "internal halt",
+       79: "the GPU fell off the bus", 109: "context switch timeout", 119: "GSP firmware stopped answering", 120: "GSP error", 154: "recovery needed"}  # fmt: skip
+
+
+def check_driver(facts: Facts) -> Iterator[Result]:
+    if not facts.gpus:
+        code, _ = run(["nvidia-smi", "-L"])
+        if code == 127:
+            yield Result(None, "NVIDIA driver", "none here: everything runs on the CPU, which is enough for the demo and the tests")
+        else:
+            yield Result(False, "NVIDIA driver", "nvidia-smi is there and lists no GPU", "load the driver (dmesg says why it did not), or in a container pass the GPUs in (--gpus all)")
+        return
+    cuda = version_tuple((facts.probe or {}).get("torch_cuda") or "")[:2]
+    least = next((driver for known, driver in sorted(DRIVERS.items(), reverse=True) if cuda >= known), None)
+    good = least is None or version_tuple(facts.driver) >= least
+    wanted = f", torch's CUDA {cuda[0]}.{cuda[1]} needs {least[0]}" if least else ""
+    yield Result(good, "NVIDIA driver", facts.driver + wanted, f"install driver {least[0] if least else ''} or later")
+
+
+def check_gpus(facts: Facts) -> Iterator[Result]:
+    kinds = {(gpu.name, gpu.capability, gpu.total) for gpu in facts.gpus}
+    for name, capability, total in sorted(kinds):
+        same = [gpu.index for gpu in facts.gpus if (gpu.name, gpu.capability, gpu.total) == (name, capability, total)]
+        yield Result(capability >= (8, 0), f"{len(same)} x {name}", f"SM{capability[0]}{capability[1]}, {total / GIB:.1f} GiB each", "Aerie needs SM80 or later")
+    if len(kinds) > 1:
+        yield Result(None, "GPUs", "are not all alike: SGLang sizes everything by the smallest; CUDA_VISIBLE_DEVICES chooses among them")
+    busy = {gpu.index: gpu.used for gpu in facts.gpus if gpu.used > 2 * GIB}
+    if busy:
+        yield Result(None, "GPU memory", "in use: " + ", ".join(f"GPU {index} {used / GIB:.1f} GiB" for index, used in busy.items()), "nvidia-smi says by whom; `make stop` ends a run's own servers")
+    if facts.config and facts.gpus:
+        tp = int(facts.server_args.get("tp-size", facts.server_args.get("tp", 1)))
+        yield Result(tp <= len(facts.gpus), "tensor parallelism", f"{facts.config.path.name} asks for {tp} of {len(facts.gpus)} GPUs", "`make plan` says what fits on fewer")
+
+
+def check_links(facts: Facts) -> Iterator[Result]:
+    if len(facts.gpus) < 2:
+        return
+    topology = run(["nvidia-smi", "topo", "-m"])[1]
+    rows = [line.split() for line in topology.splitlines() if re.match(r"GPU\d+\s", line)]
+    links = {row[1 + column] for place, row in enumerate(rows) for column in range(min(len(rows), len(row) - 1)) if column != place}
+    if any(link.startswith("NV") for link in links):
+        yield Result(True, "links between GPUs", f"NVLink ({', '.join(sorted(links))})")
+    elif links:
+        yield Result(None, "links between GPUs", f"PCIe, no NVLink ({', '.join(sorted(links))})", "every layer's all-reduce goes over PCIe: disable-custom-all-reduce = true, NCCL_P2P_LEVEL=SYS")
+    peers = run(["nvidia-smi", "topo", "-p2p", "r"])[1]
+    states = {word for line in peers.splitlines() if re.match(r"GPU\d+\s", line) for word in line.split()[1:]} - {"X"}
+    if states:
+        good = states == {"OK"}
+        yield Result(good or None, "peer to peer", "works between all GPUs" if good else f"not between all: {', '.join(sorted(states))}",
+                     "IOMMU off (kernel: iommu=off amd_iommu=off or intel_iommu=off) and resizable BAR on; or run without it: NCCL_P2P_DISABLE=1")  # fmt: skip
+    small = [gpu.index for gpu in facts.gpus if gpu.bar1 and gpu.bar1 < gpu.total * 0.9]
+    if any(gpu.bar1 for gpu in facts.gpus):
+        yield Result(not small or None, "resizable BAR", "full size" if not small else f"smaller than the memory on GPU {', '.join(map(str, small))}", "BIOS: above 4G decoding and resizable BAR on")
+    if any(Path("/sys/class/iommu").glob("*")):
+        yield Result(None, "IOMMU", "is on", "owners of eight-card PCIe boxes switch it off: peer to peer through it is slow or hangs")
+
+
+def check_hmm(facts: Facts) -> Iterator[Result]:
+    switch = Path(os.environ.get("AERIE_SYS", "/sys")) / "module/nvidia_uvm/parameters/uvm_disable_hmm"
+    if len(facts.gpus) < 2 or not facts.sm120 or not switch.is_file():
+        return
+    off = switch.read_text().strip() in ("Y", "1")
+    yield Result(off, "nvidia_uvm", "uvm_disable_hmm=1" if off else "uvm_disable_hmm is not set", "NCCL locked up without it (owners' notes, May 2026): echo 'options nvidia_uvm uvm_disable_hmm=1' > /etc/modprobe.d/uvm.conf, then reboot")
+
+
+def check_messages(facts: Facts) -> Iterator[Result]:
+    if not facts.gpus:
+        return
+    code, text = run(["dmesg"])
+    if code:
+        yield Result(None, "driver messages", "dmesg may not be read here; look for 'NVRM: Xid' as root")
+        return
+    found: dict[int, int] = {}
+    for number in re.findall(r"NVRM: Xid \([^)]*\): (\d+)", text):
+        found[int(number)] = found.get(int(number), 0) + 1
+    if not found:
+        yield Result(True, "driver messages", "no Xid since boot")
+        return
+    said = ", ".join(f"Xid {number} ({XID.get(number, 'see NVIDIA Xid catalogue')}) {count}x" for number, count in sorted(found.items()))
+    fatal = found.keys() & {8, 48, 62, 79, 119, 120, 154}
+    todo = "8 and 119 end with a reboot (open-gpu-kernel-modules #1111, #1159); after it the same make command goes on where it stopped"
+    yield Result(False if fatal else None, "driver messages", said, todo if fatal else "")
+
+
+CHECKS = (check_driver, check_gpus, check_links, check_hmm, check_messages, sm120.check_sm120)

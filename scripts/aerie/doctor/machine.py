@@ -1,0 +1,121 @@
+"""Memory, disk, /dev/shm, limits, ports, and the config's model folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import struct
+from pathlib import Path
+from typing import Iterator
+
+from ..paths import runs_dir
+from .checks import GIB, Facts, Result, free_bytes
+
+
+def memory_available() -> tuple[int, int]:
+    """(available, total) bytes of host memory."""
+    found = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return tuple(int(found[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
+
+
+def check_memory(facts: Facts) -> Iterator[Result]:
+    available, total = memory_available()
+    needed = 32 * GIB if facts.gpus else 6 * GIB
+    yield Result(
+        available >= needed, "host memory", f"{available / GIB:.0f} of {total / GIB:.0f} GiB available",
+        f"a server needs about {needed // GIB} GiB here; loading a large target with less was killed (exit -9, sglang #21898)",
+    )  # fmt: skip
+    cores = len(os.sched_getaffinity(0))
+    yield Result(None if cores < 8 and facts.gpus else True, "processors", f"{cores} usable", "")
+
+
+def check_space(facts: Facts) -> Iterator[Result]:
+    free = free_bytes(runs_dir())
+    yield Result(free >= 20 * GIB, "disk", f"{free / 1e9:,.0f} GB free for {runs_dir()}", "the demo needs 20 GB; AERIE_RUNS_DIR points runs at another disk; `make plan CONFIG=...` says what a run needs")
+    shm = Path("/dev/shm")
+    folder = Path(facts.config.server.dump_dir) if facts.config and facts.config.server.dump_dir else shm
+    if facts.gpus or folder != shm:
+        room = free_bytes(folder)
+        yield Result(room >= 8 * GIB, "dump folder", f"{room / GIB:.1f} GiB free in {folder}", "mount -o remount,size=64G /dev/shm (containers: --shm-size=64g), or set server.dump_dir to a fast disk")
+
+
+def check_limits(facts: Facts) -> Iterator[Result]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = hard == resource.RLIM_INFINITY or hard >= 4096
+    yield Result(enough, "open files", f"limit {soft}, at most {hard}", "ulimit -n 65535 (in containers: --ulimit nofile=65535)")
+    if facts.gpus:
+        locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        good = locked == resource.RLIM_INFINITY or locked >= 8 * GIB
+        yield Result(good or None, "locked memory", "unlimited" if locked == resource.RLIM_INFINITY else f"{locked / GIB:.2f} GiB", "containers: --ulimit memlock=-1")
+
+
+def check_ports(facts: Facts) -> Iterator[Result]:
+    if not facts.config:
+        return
+    host = facts.config.server.host
+    for what, port, key in (("extraction", facts.config.server.port, "server.port"), ("serving", facts.config.serve.port, "serve.port"), ("baseline", facts.config.bench.baseline_port, "bench.baseline_port")):
+        record = facts.config.run.root / f"{what}.json"
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+                yield Result(True, f"port {port}", f"free ({what})")
+            except OSError as exc:
+                if record.is_file():
+                    yield Result(None, f"port {port}", f"in use; this run's own {what} server has a record")
+                else:
+                    yield Result(False, f"port {port}", f"{exc.strerror} ({what})", f"end what listens there, or choose another: --set {key}=N")
+
+
+def safetensors_problem(path: Path) -> str:
+    """Empty when the file is as long as its own header says; reads the header alone."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        start = file.read(8)
+        if len(start) < 8:
+            return "is empty"
+        length = struct.unpack("<Q", start)[0]
+        if length > size - 8:
+            return "is cut off inside its header"
+        try:
+            header = json.loads(file.read(length))
+        except ValueError:
+            return "has a damaged header"
+    end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+    return "" if size == 8 + length + end else f"has {size:,} bytes, its header says {8 + length + end:,}"
+
+
+def check_model(facts: Facts) -> Iterator[Result]:
+    if not facts.config:
+        return
+    folder = Path(facts.config.model_path)
+    todo = "make it with `make target`" if facts.config.target.from_package else f"download the model and link it: ln -s /path/to/model {folder}, or --set target.model_path=/path/to/model"
+    if not (folder / "config.json").is_file():
+        yield Result(False, "model folder", f"{folder} has no config.json", todo)
+        return
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    else:
+        files = sorted(path.name for path in folder.glob("*.safetensors"))
+    missing = [name for name in files if not (folder / name).is_file()]
+    broken = {name: problem for name in files if name not in missing if (problem := safetensors_problem(folder / name))}
+    if missing or not files:
+        yield Result(False, "model folder", f"{folder}: {len(missing)} of {len(files)} files missing{', ' + missing[0] + ' first' if missing else ''}", "go on downloading")
+    elif broken:
+        name, problem = next(iter(broken.items()))
+        yield Result(False, "model folder", f"{folder}: {name} {problem}" + (f", and {len(broken) - 1} more" if len(broken) > 1 else ""), "download these files again")
+    else:
+        size = sum((folder / name).stat().st_size for name in files)
+        yield Result(True, "model folder", f"{folder}: {len(files)} files, {size / 1e9:,.1f} GB, all whole")
+    names = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
+    if not any((folder / name).is_file() for name in names):
+        yield Result(False, "tokenizer", f"{folder} has none of {', '.join(names)}", "download the tokenizer's files too")
+    needs_code = (folder / "tiktoken.model").is_file() or any(folder.glob("tokenization_*.py"))
+    if needs_code and not facts.config.target.trust_remote_code:
+        yield Result(False, "tokenizer", "is Python code in the model's folder", "read it, then set target.trust_remote_code = true")
+
+
+CHECKS = (check_memory, check_space, check_limits, check_ports, check_model)

@@ -1,0 +1,192 @@
+"""make doctor on machines that are not here: fake nvidia-smi, dmesg and nvcc on PATH, model folders with something missing. And with the standard library alone."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from aerie.paths import ROOT
+from safetensors.torch import save_file
+
+DOCTOR = ROOT / "scripts" / "doctor.py"
+BOX = dict(name="NVIDIA RTX PRO 6000 Blackwell Server Edition", capability="12.0", total=97887, driver="580.126.09", count=8)
+
+SMI = r"""#!/bin/sh
+case "$*" in
+  *--query-gpu*) cat "$(dirname "$0")/gpus.txt" ;;
+  *"-d MEMORY"*) cat "$(dirname "$0")/memory.txt" ;;
+  *"topo -m"*) cat "$(dirname "$0")/topo.txt" ;;
+  *"topo -p2p r"*) cat "$(dirname "$0")/p2p.txt" ;;
+  -L) cut -d, -f2 "$(dirname "$0")/gpus.txt" ;;
+esac
+"""
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    path = folder / name
+    path.write_text(text)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def matrix(count: int, link: str) -> str:
+    names = [f"GPU{n}" for n in range(count)]
+    rows = [f"{name}\t" + "\t".join("X" if other == name else link for other in names) + "\t0-31\t0" for name in names]
+    return "\t".join(["", *names, "CPU Affinity", "NUMA Affinity"]) + "\n" + "\n".join(rows) + "\n"
+
+
+@pytest.fixture
+def box(tmp_path):
+    """box(**what) -> PATH of a machine with such GPUs."""
+
+    def make(link: str = "NODE", p2p: str = "OK", bar1: int = 131072, dmesg: str = "", used: int = 5, nvcc: str = "13.0", **changes) -> str:
+        gpu = BOX | changes
+        folder = tmp_path / "bin"
+        folder.mkdir(exist_ok=True)
+        program(folder, "nvidia-smi", SMI)
+        (folder / "gpus.txt").write_text("".join(f"{n}, {gpu['name']}, {gpu['capability']}, {gpu['total']}, {used}, {gpu['driver']}\n" for n in range(gpu["count"])))
+        each = f"    FB Memory Usage\n        Total                  : 97887 MiB\n    BAR1 Memory Usage\n        Total                  : {bar1} MiB\n"
+        (folder / "memory.txt").write_text(each * gpu["count"])
+        (folder / "topo.txt").write_text(matrix(gpu["count"], link))
+        (folder / "p2p.txt").write_text(matrix(gpu["count"], p2p))
+        program(folder, "dmesg", f"#!/bin/sh\ncat <<'EOF'\n{dmesg}\nEOF\n")
+        program(folder, "nvcc", f"#!/bin/sh\necho 'Cuda compilation tools, release {nvcc}, V{nvcc}.1'\n")
+        return f"{folder}:/usr/bin:/bin"
+
+    return make
+
+
+def doctor(*words: str, path: str = "/usr/bin:/bin", python: str = sys.executable, flags: tuple[str, ...] = (), **env: str) -> tuple[int, str]:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("NCCL_", "PYTORCH_", "PY", "SGLANG_"))}
+    done = subprocess.run(
+        [sys.executable, *flags, str(DOCTOR), "--python", python, *words], capture_output=True, text=True, check=False, env=clean | {"PATH": path} | env
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout + done.stderr
+
+
+def line(text: str, name: str) -> str:
+    found = [row for row in text.splitlines() if row.strip()[:1] in "✓✗·" and f" {name}" in row]
+    assert found, f"no line about {name!r} in:\n{text}"
+    return found[0].strip()
+
+
+def test_standard_library_alone_and_no_gpu_and_no_venv(tmp_path):
+    """-S -E: no site-packages, as on a machine where nothing has been set up."""
+    code, text = doctor(python=str(tmp_path / "none"), flags=("-S", "-E"))
+    assert code == 1
+    assert line(text, "Python").startswith("✗") and "make setup" in text
+    assert line(text, "NVIDIA driver").startswith("·") and "CPU" in line(text, "NVIDIA driver")
+
+
+def test_this_environment_meets_its_pins():
+    _, text = doctor()
+    for name in ("Python", "SGLang", "pinned packages", "Triton", "port 30000", "open files"):
+        assert line(text, name).startswith(("✓", "·")), text
+
+
+def test_a_good_box_of_eight(box):
+    _, text = doctor("--config", "kimi-k2.5", path=box())
+    assert line(text, "NVIDIA driver").startswith("✓")
+    assert line(text, "8 x NVIDIA RTX PRO 6000").startswith("✓") and "SM120" in line(text, "8 x NVIDIA")
+    assert "PCIe, no NVLink (NODE)" in line(text, "links between GPUs")
+    for name in ("peer to peer", "resizable BAR", "driver messages", "tensor parallelism", "nvcc", "SM120: none"):
+        assert line(text, name).startswith("✓"), text
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "words"),
+    [
+        ({"driver": "550.54.15"}, "NVIDIA driver", ["✗", "550.54.15", "needs 580"]),
+        ({"count": 4}, "tensor parallelism", ["✗", "8 of 4"]),
+        ({"bar1": 256}, "resizable BAR", ["·", "GPU 0, 1"]),
+        ({"p2p": "CNS"}, "peer to peer", ["·", "CNS"]),
+        ({"link": "NV18"}, "links between GPUs", ["✓", "NVLink"]),
+        ({"used": 90000}, "GPU memory", ["·", "GPU 0 87.9 GiB"]),
+        ({"dmesg": "[1.0] NVRM: Xid (PCI:0000:41:00): 119, pid=1, Timeout waiting for RPC from GSP0!"}, "driver messages", ["✗", "119", "GSP"]),
+        ({"dmesg": "[1.0] NVRM: Xid (PCI:0000:41:00): 31, pid=1, MMU Fault"}, "driver messages", ["·", "31"]),
+        ({"nvcc": "12.6"}, "nvcc", ["✗", "12.6"]),
+        ({"capability": "7.5", "name": "Tesla T4"}, "8 x Tesla T4", ["✗", "SM75"]),
+    ],
+)
+def test_what_is_wrong_with_a_box(box, changes, name, words):
+    _, text = doctor("--config", "kimi-k2.5", path=box(**changes))
+    for word in words:
+        assert word in line(text, name)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "env", "name"),
+    [
+        (["server.args.attention-backend=fa3"], {}, "attention backend fa3"),
+        (["server.args.attention-backend=trtllm_mla"], {}, "attention backend trtllm_mla"),
+        (["server.args.kv-cache-dtype=fp8_e4m3"], {}, "FP8 KV cache"),
+        (["server.args.moe-runner-backend=flashinfer_cutlass"], {}, "MoE runner flashinfer_cutlass"),
+        (["server.args.disable-custom-all-reduce=false"], {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "expandable segments"),
+        (["target.dtype=float32", "server.args.attention-backend=triton"], {}, "float32 with Triton attention"),
+    ],
+)
+def test_combinations_known_to_fail_on_sm120(box, overrides, env, name):
+    words = [word for text in overrides for word in ("--set", text)]
+    code, text = doctor("--config", "kimi-k2.5", *words, path=box(), **env)
+    assert code == 1 and line(text, name).startswith("✗")
+    code, text = doctor("--config", "kimi-k2.5", *words, path=box(capability="9.0", name="NVIDIA H200"), **env)
+    assert name not in text
+
+
+def test_hmm(box, tmp_path):
+    switch = tmp_path / "sys/module/nvidia_uvm/parameters/uvm_disable_hmm"
+    switch.parent.mkdir(parents=True)
+    for value, mark in (("N", "✗"), ("Y", "✓")):
+        switch.write_text(value + "\n")
+        assert line(doctor(path=box(), AERIE_SYS=str(tmp_path / "sys"))[1], "nvidia_uvm").startswith(mark)
+
+
+def test_model_folder(tmp_path):
+    import torch
+
+    folder = tmp_path / "model"
+    folder.mkdir()
+
+    def check(*words: str) -> str:
+        return doctor("--set", f"target.model_path={folder}", "--set", "target.from_package=", *words)[1]
+
+    assert "has no config.json" in line(check(), "model folder")
+    (folder / "config.json").write_text("{}")
+    for name in ("a", "b"):
+        save_file({name: torch.zeros(1000)}, folder / f"{name}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "a.safetensors", "b": "b.safetensors", "c": "c.safetensors"}}))
+    assert "1 of 3 files missing, c.safetensors" in line(check(), "model folder")
+    save_file({"c": torch.zeros(1000)}, folder / "c.safetensors")
+    text = check()
+    assert line(text, "model folder").startswith("✓") and line(text, "tokenizer").startswith("✗")
+    (folder / "tiktoken.model").write_text("x")
+    assert "trust_remote_code" in check() and "trust_remote_code" not in check("--set", "target.trust_remote_code=true")
+    (folder / "b.safetensors").write_bytes((folder / "b.safetensors").read_bytes()[:-100])
+    assert "b.safetensors has" in line(check(), "model folder")
+    (folder / "b.safetensors").write_bytes(b"")
+    assert "b.safetensors is empty" in line(check(), "model folder")
+
+
+def test_a_port_in_use(tmp_path):
+    import socket
+
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        port = held.getsockname()[1]
+        code, text = doctor("--set", f"server.port={port}")
+        assert code == 1 and line(text, f"port {port}").startswith("✗") and "server.port=N" in text
+
+
+def test_a_bad_config_is_said_not_raised():
+    code, text = doctor("--config", "no-such-config")
+    assert code == 1 and "no-such-config" in line(text, "config")
+
+
+def test_make_doctor_falls_back_to_another_python(tmp_path):
+    done = subprocess.run(["make", "-s", "-C", str(ROOT), "doctor", f"VENV={tmp_path}/none", "PYTHON=/no/python"], capture_output=True, text=True, check=False,
+                          env={key: value for key, value in os.environ.items() if key not in ("PY", "MAKEFLAGS", "MAKELEVEL")})  # fmt: skip
+    assert "Machine" in done.stdout and "make setup" in done.stdout, done.stdout + done.stderr
