@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from aerie.doctor import gpu, machine, python_side
 from aerie.doctor.checks import Facts, Result, print_results
+from aerie.errors import run_main
 
 
 def main() -> int:
@@ -31,4 +32,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

@@ -83,7 +83,7 @@ def test_standard_library_alone_and_no_gpu_and_no_venv(tmp_path):
 
 def test_this_environment_meets_its_pins():
     _, text = doctor()
-    for name in ("Python", "SGLang", "pinned packages", "Triton", "port 30000", "open files"):
+    for name in ("Python", "SGLang", "pinned packages", "Triton", "open files"):
         assert line(text, name).startswith(("✓", "·")), text
 
 

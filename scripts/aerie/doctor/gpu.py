@@ -57,7 +57,8 @@ def check_links(facts: Facts) -> Iterator[Result]:
     elif links:
         yield Result(None, "links between GPUs", f"PCIe, no NVLink ({', '.join(sorted(links))})", "every layer's all-reduce goes over PCIe: disable-custom-all-reduce = true, NCCL_P2P_LEVEL=SYS")
     peers = run(["nvidia-smi", "topo", "-p2p", "r"])[1]
-    states = {word for line in peers.splitlines() if re.match(r"GPU\d+\s", line) for word in line.split()[1:]} - {"X"}
+    table = [line.split()[1:] for line in peers.splitlines() if re.match(r"GPU\d+\s", line)]
+    states = {word for row in table for word in row[: len(table)]} - {"X"}
     if states:
         good = states == {"OK"}
         yield Result(good or None, "peer to peer", "works between all GPUs" if good else f"not between all: {', '.join(sorted(states))}",
