@@ -29,7 +29,7 @@ def test_every_command_line_is_accepted(answers):
     found, _, lines = answers
     refused = {case: (answer["error"], lines[number]) for number, (case, answer) in enumerate(found.items()) if answer["error"]}
     assert not refused
-    assert len(found) == len(NAMES) * 6
+    assert len(found) == len(NAMES) * 2 * len(servers.MODES)
 
 
 def test_the_parser_refuses_what_is_wrong(answers):
@@ -43,12 +43,13 @@ def test_modes_differ_where_they_must(answers, name):
     found, _, _ = answers
     config = load_config(name)
     for gpu in (True, False):
-        extraction, serving, baseline = (found[name, mode, gpu]["values"] for mode in servers.MODES)
+        extraction, serving, baseline, oracle = (found[name, mode, gpu]["values"] for mode in servers.MODES)
         assert extraction["disable_radix_cache"] is True and extraction["speculative_algorithm"] is None
         assert serving["speculative_algorithm"] == "EAGLE3" and serving["speculative_num_steps"] == config.serve.num_steps
         assert baseline["speculative_algorithm"] is None and baseline["disable_radix_cache"] is False
         assert len({extraction["port"], serving["port"], baseline["port"]}) == 3
-        for values in (extraction, serving, baseline):  # the same numerics in training and in serving
+        assert oracle["return_aux_hidden_state_layer_ids"] == config.target.aux_layer_ids and oracle["disable_radix_cache"] is True
+        for values in (extraction, serving, baseline, oracle):  # the same numerics in training and in serving
             assert (values["dtype"], values["tp_size"], values["kv_cache_dtype"]) == (extraction["dtype"], extraction["tp_size"], extraction["kv_cache_dtype"])
 
 

@@ -21,7 +21,8 @@ from .errors import UserError
 from .paths import ROOT
 from .report import write_json
 
-MODES = ("extraction", "serving", "baseline")  # capture on / target + drafter / target alone
+MODES = ("extraction", "serving", "baseline", "oracle")  # capture on / target + drafter / target alone / SGLang's own aux states in the answer (see prove.py)
+PORT_KEYS = {"extraction": "server.port", "serving": "serve.port", "baseline": "bench.baseline_port", "oracle": "bench.baseline_port"}
 
 CPU_PLATFORM = ROOT / "patches" / "cpu_platform"
 
@@ -67,7 +68,8 @@ def dump_dir(config: Config) -> Path:
 
 def port_of(config: Config, mode: str) -> int:
     """The port that the server of `mode` listens on."""
-    return {"extraction": config.server.port, "serving": config.serve.port, "baseline": config.bench.baseline_port}[mode]
+    section, key = PORT_KEYS[mode].split(".")
+    return getattr(getattr(config, section), key)
 
 
 def url_of(config: Config, mode: str) -> str:
@@ -88,8 +90,10 @@ def _common_args(config: Config, mode: str) -> dict[str, Any]:
 def server_args(config: Config, mode: str) -> dict[str, Any]:
     """SGLang's options for `mode`, by SGLang's own names."""
     args = _common_args(config, mode)
-    if mode == "extraction":
+    if mode in ("extraction", "oracle"):
         args |= {"disable-radix-cache": True, "disable-prefill-cuda-graph": True}
+        if mode == "oracle":
+            args |= {"enable-return-aux-hidden-states": True, "speculative-algorithm": "EAGLE3", "return-aux-hidden-state-layer-ids": config.target.aux_layer_ids}
         return args
     args |= config.serve.args
     if mode == "serving":
@@ -104,6 +108,11 @@ def server_args(config: Config, mode: str) -> dict[str, Any]:
         if serve.draft_attention_backend:
             args["speculative-draft-attention-backend"] = serve.draft_attention_backend
     return args
+
+
+def inherited_env(mode: str) -> dict[str, str]:
+    """Our own environment; capture settings in it are for the extraction server alone."""
+    return {name: value for name, value in os.environ.items() if mode == "extraction" or not name.startswith("SGLANG_HS_DUMP_")}
 
 
 def server_env(config: Config, mode: str) -> dict[str, str]:
@@ -251,8 +260,7 @@ class Server:
             raise UserError(f"the {mode} server of run {config.run.name!r} is already running; end it with --stop first")
         port = port_of(config, mode)
         if not port_is_free(config.server.host, port):
-            key = {"extraction": "server.port", "serving": "serve.port", "baseline": "bench.baseline_port"}[mode]
-            raise UserError(f"port {port} on {config.server.host} is in use; end what listens there, or choose another with --set {key}=N")
+            raise UserError(f"port {port} on {config.server.host} is in use; end what listens there, or choose another with --set {PORT_KEYS[mode]}=N")
         config.run.logs.mkdir(parents=True, exist_ok=True)
         log = config.run.logs / f"{mode}.log"
         if log.exists():
@@ -261,7 +269,7 @@ class Server:
         with open(log, "wb") as output:
             process = subprocess.Popen(
                 argv, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                env=os.environ | server_env(config, mode) | (extra_env or {}), start_new_session=True,
+                env=inherited_env(mode) | server_env(config, mode) | (extra_env or {}), start_new_session=True,
             )  # fmt: skip
         record = {
             "pid": process.pid, "start_ticks": start_ticks(process.pid), "mode": mode, "url": url_of(config, mode), "log": str(log),
