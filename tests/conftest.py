@@ -81,6 +81,6 @@ def start_server() -> Iterator[Callable[..., Server]]:
 
 @pytest.fixture(scope="session")
 def capture_server(make_config: Callable[..., Config], start_server: Callable[..., Server]) -> Server:
-    """The extraction server on the tiny DeepSeek-V3 (six layers, capture points 2, 3, 5, chunks of 256 tokens, float32); .config, .url, .log."""
-    config = make_config("deepseek_v3", "capture", server={"args": {"chunked-prefill-size": 256}})
+    """The extraction server on the tiny DeepSeek-V3 (six layers, capture points 2, 3, 5, chunks of 256 tokens, float32, aborted requests given up after 10 s); .config, .url, .log."""
+    config = make_config("deepseek_v3", "capture", server={"args": {"chunked-prefill-size": 256}, "env": {"SGLANG_HS_DUMP_STALE_S": "10", "SGLANG_HS_DUMP_LOG_S": "5"}})
     return start_server(config, "extraction")
