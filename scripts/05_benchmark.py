@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """With and without the drafter: output tokens a second at each concurrency, accept length (pooled, prefill's own token not counted), equal texts.
 
-Uses the run's servers where they run, starts the missing ones, and leaves the user's server as it found it. Output: a table and runs/<run>/bench/report.json.
+Uses the run's servers where they run, starts the missing ones, and leaves the user's server as it found it.
+Output: a table, and report.json, report.png and report.html in runs/<run>/bench/.
 """
 
 import argparse
@@ -10,8 +11,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from aerie.bench import Benchmark, heldout_prompts, table
-from aerie.bench_servers import BenchServers
+from aerie.bench import SetBenchmark, report_content, table
+from aerie.bench_page import write_page
+from aerie.bench_prompts import CATEGORIES, load_set
+from aerie.bench_servers import BenchServers, parse_sweep, run_sweep
 from aerie.config import add_config_arguments, config_from_args
 from aerie.errors import EXIT_FAILED, run_main
 from aerie.report import write_report
@@ -20,28 +23,38 @@ from aerie.report import write_report
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_config_arguments(parser)
+    parser.add_argument("--prompts", nargs="+", metavar="SET", help=f"heldout, builtin, {', '.join(CATEGORIES)}, or files (chats, MT-Bench, GSM8K, HumanEval); default: bench.prompts")
+    parser.add_argument("--sweep", nargs="+", metavar="STEPS,TOPK,TOKENS", default=[], help="also measure these settings of speculation, for example 1,1,2 3,1,4 3,4,16")
     args = parser.parse_args()
     config = config_from_args(args)
-    benchmark = Benchmark(config, heldout_prompts(config))
-    print(f"benchmark: {len(benchmark.prompts)} prompts, concurrency {', '.join(map(str, config.bench.concurrency))}", flush=True)
+    settings = [parse_sweep(text) for text in args.sweep]
+    sets = [SetBenchmark(config, load_set(config, name)) for name in args.prompts or [config.bench.prompts]]
+    concurrencies = config.bench.concurrency
+    print(f"benchmark: {', '.join(f'{one.prompts.name} ({len(one.prompts.prompts)} prompts)' for one in sets)}; {', '.join(map(str, concurrencies))} requests in flight", flush=True)
+    sweep = []
     with BenchServers(config) as servers:
         if config.bench.side_by_side:
             both = servers.get("baseline"), servers.get("serving")
-            for concurrency in config.bench.concurrency:
+            for one, concurrency in ((one, concurrency) for one in sets for concurrency in concurrencies):
                 for server in both:
-                    benchmark.run(server, concurrency)
+                    one.run(server, concurrency)
         else:
             for mode in ("serving", "baseline"):  # the drafter first: where it is bad, that is known sooner
                 server = servers.alone(mode)
-                for concurrency in config.bench.concurrency:
-                    benchmark.run(server, concurrency)
-        lossless = benchmark.compare_texts(servers.get("baseline").url)
-    content = benchmark.content()
-    path = config.run.bench / "report.json"
-    write_report(path, **content, run=config.run.name, config=config.as_dict())
-    print(f"{table(content)}\n  report: {path}")
-    if lossless.different:
-        print(f"error: {len(lossless.different)} of {lossless.compared} texts differ with the drafter and no near tie explains it; speculation must not change the text", file=sys.stderr)
+                for one, concurrency in ((one, concurrency) for one in sets for concurrency in concurrencies):
+                    one.run(server, concurrency)
+        for one in sets:
+            one.compare_texts(servers.get("baseline").url)
+        if settings:
+            sweep = run_sweep(servers, sets[0], settings)
+    content = report_content(config, sets, sweep)
+    folder = config.run.bench
+    write_report(folder / "report.json", **content, run=config.run.name, config=config.as_dict())
+    page = write_page(content, folder, f"{config.run.name}: {Path(config.model_path).name} with and without its drafter")
+    print(f"{table(content)}\n  report: {folder / 'report.json'}, page: {page}")
+    different = sum(len(one.lossless.different) for one in sets)
+    if different:
+        print(f"error: {different} texts differ with the drafter and no near tie explains it; speculation must not change the text", file=sys.stderr)
         return EXIT_FAILED
     return 0
 

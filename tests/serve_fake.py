@@ -61,7 +61,20 @@ class FakeServer:
                     self.connection.shutdown(socket.SHUT_RDWR)
                     return None
                 fake.bodies.append(body)
-                return self.reply(fake.answer(body))
+                answer = fake.answer(body)
+                return self.stream(answer) if body.get("stream") else self.reply(answer)
+
+            def stream(self, answer: dict[str, Any]) -> None:
+                """The first token alone, then three at a time, as server-sent events."""
+                self.send_response(200)
+                self.send_header("Connection", "close")
+                self.end_headers()
+                self.close_connection = True
+                count = len(answer["output_ids"])
+                for upto in [*range(1, count, 3), count]:
+                    part = {"output_ids": answer["output_ids"][:upto], "meta_info": answer["meta_info"] | {"completion_tokens": upto}}
+                    self.wfile.write(f"data: {json.dumps(part)}\n\n".encode())
+                self.wfile.write(b"data: [DONE]\n\n")
 
             def reply(self, data: dict[str, Any]) -> None:
                 content = json.dumps(data).encode()

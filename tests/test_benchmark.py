@@ -78,20 +78,28 @@ def test_report(config: Config, fakes: Callable, monkeypatch: pytest.MonkeyPatch
     assert report["predicted_accept_length"] == 2.5 and report["gap"] == pytest.approx(report["accept_length"] / 2.5 - 1)
     assert {key: report["lossless"][key] for key in ("compared", "equal", "near_ties", "different")} == {"compared": 10, "equal": 10, "near_ties": 0, "different": []}
     assert (report["samples"], report["tokens"], report["extract_tok_s"], report["train_tok_s"]) == (30, 900, 111.0, 222.0)
-    assert [(level["concurrency"], level["requests"]) for level in report["levels"]] == [(1, 3), (4, 10)]
-    assert sum(report["levels"][1]["speculative"]["verifications_by_accepted"]) == sum(verifications)
+    one = report["sets"]["heldout"]
+    assert [(level["concurrency"], level["requests"]) for level in one["levels"]] == [(1, 3), (4, 10)]
+    histogram = one["levels"][1]["speculative"]["verifications_by_accepted"]
+    assert sum(histogram) == sum(verifications)
+    assert [row["accepted"] for row in one["acceptance_by_position"]] == [pytest.approx(sum(histogram[n:]) / sum(histogram)) for n in (1, 2, 3)]
+    assert one["by_category"]["heldout"]["requests"] == 10 and one["by_context"] == [{"from": 0, "below": 128, "requests": 10, "accept_length": report["accept_length"]}]
+    level = one["levels"][1]
+    assert level["speculative"]["time_to_first_token_ms"]["p50"] > 0 and level["baseline"]["inter_token_latency_ms"]["p99"] > 0 and 0 <= level["drafting_share"] <= 1
     assert report["baseline_tok_s"] > 0 and report["speculative_tok_s"] > 0 and report["concurrency"] == 1
     # what was sent: the prompt part alone, greedy, as many tokens as the held-out answer has
-    sent = servers["serving"].bodies[-10:]
+    sent = [body for body in servers["serving"].bodies if not body.get("stream")][-10:]
     assert sorted(body["sampling_params"]["max_new_tokens"] for body in sent) == list(range(6, 16)) and all(len(body["input_ids"]) == 3 for body in sent)
     assert all(body["sampling_params"]["temperature"] == 0 for body in sent)
     assert "gap" in capsys.readouterr().out
+    page = (config.run.bench / "report.html").read_text()
+    assert "data:image/png;base64," in page and "heldout" in page and (config.run.bench / "report.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_a_changed_text_fails_and_a_near_tie_is_counted(config: Config, fakes: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     servers = fakes(changes_text=True)
     assert run_benchmark(monkeypatch, config) == 1
-    assert "10 of 10 texts differ" in capsys.readouterr().err
+    assert "10 texts differ" in capsys.readouterr().err
     servers["baseline"].margin = 1e-5
     assert run_benchmark(monkeypatch, config) == 0
     lossless = json.loads((config.run.bench / "report.json").read_text())["lossless"]

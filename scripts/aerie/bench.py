@@ -9,25 +9,17 @@ from typing import Any
 
 import requests
 
+from .bench_prompts import PromptSet, with_followups
+from .bench_stats import acceptance_by_position, by_category, by_context, drafting_share, drafting_share_of_sweep, latency, merged
 from .check import served_dtype
 from .config import Config
 from .errors import UserError
-from .generate import Answer, Prompt, accept_length, accept_length_mean, generate_all, next_token_margin, prompts_of
+from .generate import Answer, Prompt, accept_length, accept_length_mean, generate_all, generate_streamed, next_token_margin
 from .identity import read_model_config, text_config
 from .lossless import Lossless, compare
 from .progress import Progress
-from .samples import SampleFile
 from .servers import Server
 from .serving import predicted_accept_length
-
-
-def heldout_prompts(config: Config) -> list[Prompt]:
-    """The prompts of the run's held-out chats: training's walk drafts on the same answers, so that its number and this one can be compared."""
-    file = SampleFile(config.run.data / "heldout.safetensors")
-    prompts = [prompt for index in range(min(config.bench.samples, len(file))) for prompt in prompts_of(file[index], config.bench.max_new_tokens)]
-    if not prompts:
-        raise UserError(f"{file.path} holds no sample with a prompt and an answer; set data.heldout and make it again with `make data`")
-    return prompts
 
 
 @dataclass
@@ -37,6 +29,7 @@ class Pass:
     concurrency: int
     answers: list[Answer]
     seconds: float
+    latency: dict[str, Any] = field(default_factory=dict)  # of a shorter streamed pass; empty where bench.latency is off
 
     @property
     def tokens(self) -> int:
@@ -55,13 +48,7 @@ class Pass:
                 "accept_length": accept_length(self.answers), "accept_length_request_mean": accept_length_mean(self.answers), "verifications": verifications,
                 "verifications_by_accepted": merged([answer.histogram for answer in self.answers]),
             }  # fmt: skip
-        return numbers
-
-
-def merged(histograms: list[list[int]]) -> list[int]:
-    """Histograms of different lengths, added."""
-    width = max((len(histogram) for histogram in histograms), default=0)
-    return [sum(histogram[index] for histogram in histograms if index < len(histogram)) for index in range(width)]
+        return numbers | self.latency
 
 
 def prompts_at(prompts: list[Prompt], concurrency: int, levels: list[int], requests_per_slot: int) -> list[Prompt]:
@@ -69,14 +56,17 @@ def prompts_at(prompts: list[Prompt], concurrency: int, levels: list[int], reque
     return prompts if concurrency == max(levels) else prompts[: concurrency * requests_per_slot]
 
 
-def measure(server: Server, prompts: list[Prompt], concurrency: int, timeout_s: float) -> Pass:
+def measure(server: Server, prompts: list[Prompt], concurrency: int, timeout_s: float, streamed: bool = False) -> Pass:
     """One pass over the prompts with an empty prefix cache. Raises UserError that names the server when it dies on the way."""
-    name = "with" if server.mode == "serving" else "without"
-    progress = Progress(len(prompts), f"answered {name} the drafter, {concurrency} at a time", unit="requests")
+    name = f"answered {'with' if server.mode == 'serving' else 'without'} the drafter, {concurrency} at a time{', streamed' if streamed else ''}"
+    progress = Progress(len(prompts), name, unit="requests")
     try:
         requests.post(f"{server.url}/flush_cache", timeout=60)
         done = lambda answer: progress.update(1, len(answer.output_ids), request_seconds=answer.seconds)  # noqa: E731
-        answers, seconds = generate_all(server.url, prompts, concurrency, timeout_s, done)
+        if streamed:
+            answers, seconds = generate_all(server.url, prompts, concurrency, timeout_s, done, generate_streamed)
+        else:
+            answers, seconds = generate_all(server.url, prompts, concurrency, timeout_s, done)
     except requests.RequestException as exc:
         state = "is alive" if server.alive() else f"died: {server.last_error()}"
         raise UserError(f"the {server.mode} server stopped answering after {progress.items} of {len(prompts)} requests ({type(exc).__name__}); it {state} (log: {server.log})") from None
@@ -88,63 +78,89 @@ def measure(server: Server, prompts: list[Prompt], concurrency: int, timeout_s: 
 
 
 @dataclass
-class Benchmark:
-    """Passes by mode, in the order of the concurrencies."""
+class SetBenchmark:
+    """One prompt set: passes by mode, in the order of the concurrencies."""
 
     config: Config
-    prompts: list[Prompt]
+    prompts: PromptSet
     passes: dict[str, list[Pass]] = field(default_factory=lambda: {"baseline": [], "serving": []})
     lossless: Lossless | None = None
 
     def run(self, server: Server, concurrency: int) -> Pass:
         """Measure one server at one concurrency and keep it."""
-        bench = self.config.bench
-        chosen = prompts_at(self.prompts, concurrency, bench.concurrency, bench.requests_per_slot)
+        bench, timeout_s = self.config.bench, self.config.data.request_timeout_s
+        if self.prompts.items:
+            with_followups(self.config, self.prompts, lambda asked: generate_all(server.url, asked, max(bench.concurrency), timeout_s)[0])
+        chosen = prompts_at(self.prompts.prompts, concurrency, bench.concurrency, bench.requests_per_slot)
         if not self.passes[server.mode]:  # the first requests of a server also pay for its warm-up
-            generate_all(server.url, chosen[:1], 1, self.config.data.request_timeout_s)
-        result = measure(server, chosen, concurrency, self.config.data.request_timeout_s)
+            measure(server, chosen[: max(bench.concurrency)], max(bench.concurrency), timeout_s)
+        result = measure(server, chosen, concurrency, timeout_s)
+        if bench.latency:
+            result.latency = latency(measure(server, chosen[: 2 * concurrency], concurrency, timeout_s, streamed=True).answers)
         self.passes[server.mode].append(result)
         return result
 
+    def fullest(self, mode: str) -> Pass:
+        """The pass with all prompts."""
+        return max(self.passes[mode], key=lambda each: len(each.answers))
+
     def compare_texts(self, baseline_url: str) -> Lossless:
-        """Texts of the fullest pass with and without the drafter; asks the baseline server about near ties."""
-        without, with_drafter = (max(self.passes[mode], key=lambda each: len(each.answers)) for mode in ("baseline", "serving"))
-        model = read_model_config(self.config.model_path)
+        """Texts of the fullest passes with and without the drafter; asks the baseline server about near ties."""
+        model, prompts = read_model_config(self.config.model_path), self.prompts.prompts
+        inner = text_config(model)
         self.lossless = compare(
-            [prompt.id for prompt in self.prompts], [prompt.input_ids for prompt in self.prompts],
-            [answer.output_ids for answer in without.answers], [answer.output_ids for answer in with_drafter.answers],
-            served_dtype(text_config(model) if "dtype" in text_config(model) or "torch_dtype" in text_config(model) else model, self.config.target.dtype),
-            lambda ids: next_token_margin(baseline_url, ids),
+            [prompt.id for prompt in prompts], [prompt.input_ids for prompt in prompts],
+            [answer.output_ids for answer in self.fullest("baseline").answers], [answer.output_ids for answer in self.fullest("serving").answers],
+            served_dtype(inner if "dtype" in inner or "torch_dtype" in inner else model, self.config.target.dtype), lambda ids: next_token_margin(baseline_url, ids),
         )  # fmt: skip
         return self.lossless
 
     def content(self) -> dict[str, Any]:
-        """What report.json says, issue's keys first."""
-        fullest = max(self.passes["serving"], key=lambda each: len(each.answers))
-        served, predicted = accept_length(fullest.answers), predicted_accept_length(self.config)
-        levels = [
-            {"concurrency": plain.concurrency, "requests": len(plain.answers), "baseline": plain.as_dict(), "speculative": fast.as_dict(), "speedup": fast.tok_s / plain.tok_s}
-            for plain, fast in zip(self.passes["baseline"], self.passes["serving"], strict=True)
-        ]
-        first = levels[0]
-        earlier = steps_before(self.config)
+        """What the report says of this set."""
+        served = self.fullest("serving")
+        levels = []
+        for plain, fast in zip(self.passes["baseline"], self.passes["serving"], strict=True):
+            one, other = plain.as_dict(), fast.as_dict()
+            levels.append(
+                {"concurrency": plain.concurrency, "requests": len(plain.answers), "baseline": one, "speculative": other,
+                 "speedup": fast.tok_s / plain.tok_s, "drafting_share": drafting_share(one, other)}
+            )  # fmt: skip
         return {
-            "accept_length": served,
-            "accept_length_request_mean": accept_length_mean(fullest.answers),
-            "predicted_accept_length": predicted,
-            "gap": None if predicted is None or served is None else served / predicted - 1,
-            "lossless": self.lossless.as_dict() if self.lossless else None,
-            "baseline_tok_s": first["baseline"]["tok_s"],
-            "speculative_tok_s": first["speculative"]["tok_s"],
-            "speedup": first["speedup"],
-            "concurrency": first["concurrency"],
-            **earlier,
-            "num_steps": self.config.serve.num_steps,
-            "topk": self.config.serve.topk,
-            "prompt_set": self.config.bench.prompts,
-            "chat_template": True,
-            "levels": levels,
-        }
+            "prompts": len(self.prompts.prompts), "skipped": self.prompts.skipped, "accept_length": accept_length(served.answers),
+            "accept_length_request_mean": accept_length_mean(served.answers),
+            "acceptance_by_position": acceptance_by_position(merged([answer.histogram for answer in served.answers]), self.config.serve.num_steps),
+            "by_category": by_category(served.answers), "by_context": by_context(served.answers),
+            "lossless": self.lossless.as_dict() if self.lossless else None, "levels": levels,
+        }  # fmt: skip
+
+
+def report_content(config: Config, sets: list[SetBenchmark], sweep: list[dict[str, Any]]) -> dict[str, Any]:
+    """What report.json says: the first set's numbers on top, then every set."""
+    contents = {each.prompts.name: each.content() for each in sets}
+    first = contents[sets[0].prompts.name]
+    # Training's walk is over held-out chats drafted num_steps deep; another set or another depth is not what it predicted.
+    training = read_report(config.run.drafter / "training.json")
+    comparable = sets[0].prompts.name == "heldout" and config.serve.topk == 1 and training.get("num_steps", config.serve.num_steps) == config.serve.num_steps
+    predicted = predicted_accept_length(config)
+    lowest = first["levels"][0]
+    return {
+        "accept_length": first["accept_length"],
+        "accept_length_request_mean": first["accept_length_request_mean"],
+        "predicted_accept_length": predicted,
+        "gap": first["accept_length"] / predicted - 1 if predicted and comparable else None,
+        "lossless": first["lossless"],
+        "baseline_tok_s": lowest["baseline"]["tok_s"],
+        "speculative_tok_s": lowest["speculative"]["tok_s"],
+        "speedup": lowest["speedup"],
+        "concurrency": lowest["concurrency"],
+        **steps_before(config),
+        "num_steps": config.serve.num_steps,
+        "topk": config.serve.topk,
+        "chat_template": True,
+        "sets": contents,
+        "sweep": sweep,
+        "drafting_share_of_sweep": drafting_share_of_sweep(sweep),
+    }
 
 
 def steps_before(config: Config) -> dict[str, Any]:
@@ -167,17 +183,28 @@ def read_report(path: Path) -> dict[str, Any]:
 
 
 def table(content: dict[str, Any]) -> str:
-    """The levels as a table, then accept length and equality."""
-    lines = ["  concurrency  requests  without tok/s  with tok/s  speed-up  accept length (pooled)  per-request mean"]
-    for level in content["levels"]:
-        fast = level["speculative"]
-        lines.append(
-            f"  {level['concurrency']:>11}  {level['requests']:>8}  {level['baseline']['tok_s']:>13.1f}  {fast['tok_s']:>10.1f}  {level['speedup']:>7.2f}x"
-            f"  {fast['accept_length']:>22.3f}  {fast['accept_length_request_mean']:>16.3f}"
-        )
-    if content["predicted_accept_length"] is not None:
+    """The levels of every set as a table, then predicted against served, equality, and the sweep."""
+    lines = []
+    for name, one in content["sets"].items():
+        skipped = f", {one['skipped']} skipped as too long" if one["skipped"] else ""
+        lines += [f"  {name}: {one['prompts']} prompts{skipped}", "  concurrency  requests  without tok/s  with tok/s  speed-up  accept length (pooled)  per-request mean"]
+        for level in one["levels"]:
+            fast = level["speculative"]
+            lines.append(
+                f"  {level['concurrency']:>11}  {level['requests']:>8}  {level['baseline']['tok_s']:>13.1f}  {fast['tok_s']:>10.1f}  {level['speedup']:>7.2f}x"
+                f"  {fast['accept_length']:>22.3f}  {fast['accept_length_request_mean']:>16.3f}"
+            )
+        if len(one["by_category"]) > 1:
+            lines.append("  accept length by kind: " + ", ".join(f"{kind} {numbers['accept_length']:.2f}" for kind, numbers in one["by_category"].items()))
+        lossless = one["lossless"]
+        lines.append(f"  texts: {lossless['compared']} compared, {lossless['equal']} equal, {lossless['near_ties']} near ties, {len(lossless['different'])} different")
+        lines += [f"    {text}" for text in lossless["different"][:5]]
+    if content["gap"] is not None:
         lines.append(f"  predicted accept length {content['predicted_accept_length']:.3f}, served {content['accept_length']:.3f}: gap {content['gap']:+.1%}")
-    lossless = content["lossless"]
-    lines.append(f"  texts: {lossless['compared']} compared, {lossless['equal']} equal, {lossless['near_ties']} near ties, {len(lossless['different'])} different")
-    lines += [f"    {text}" for text in lossless["different"][:5]]
+    if content["sweep"]:
+        lines.append("  steps  topk  draft tokens  tok/s  speed-up  accept length")
+        lines += [
+            f"  {row['num_steps']:>5}  {row['topk']:>4}  {row['num_draft_tokens']:>12}  {row['tok_s']:>5.1f}  {row['speedup']:>7.2f}x  {row['accept_length']:>13.3f}"
+            for row in content["sweep"]
+        ]
     return "\n".join(lines)

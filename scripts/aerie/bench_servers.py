@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+from .bench import SetBenchmark, measure
+from .bench_stats import latency, merged
 from .config import Config
 from .errors import UserError
+from .generate import accept_length
 from .servers import Server, command_line, stop_mode, watcher_record
 from .serving import launch, refuse_bad_drafter, start_in_background
 
@@ -35,13 +39,24 @@ class BenchServers:
 
     def alone(self, mode: str) -> Server:
         """The server of `mode` with no other server of the run beside it."""
-        other = "baseline" if mode == "serving" else "serving"
-        if other in self.own:
-            self.own.pop(other).stop()
-        elif Server.find(self.config, other):
-            self.put_aside.append((other, watcher_record(self.config, other)))
-            stop_mode(self.config, other)
+        self.put_away("baseline" if mode == "serving" else "serving")
         return self.get(mode)
+
+    def other_settings(self, setting: tuple[int, int, int]) -> Server:
+        """A serving server of its own with other (num_steps, topk, draft tokens); the one that ran makes room."""
+        self.put_away("serving")
+        steps, topk, tokens = setting
+        serve = dataclasses.replace(self.config.serve, num_steps=steps, topk=topk, num_draft_tokens=tokens)
+        self.own["serving"] = launch(dataclasses.replace(self.config, serve=serve), "serving")
+        return self.own["serving"]
+
+    def put_away(self, mode: str) -> None:
+        """End the server of `mode`; the user's own is started again at the end."""
+        if mode in self.own:
+            self.own.pop(mode).stop()
+        elif Server.find(self.config, mode):
+            self.put_aside.append((mode, watcher_record(self.config, mode)))
+            stop_mode(self.config, mode)
 
     def __enter__(self) -> BenchServers:
         return self
@@ -55,3 +70,39 @@ class BenchServers:
                 start_in_background(self.config, mode, watcher["command"], watcher["cwd"])
             else:
                 launch(self.config, mode)
+
+
+def parse_sweep(text: str) -> tuple[int, int, int]:
+    """'3,4,16' -> (num_steps, topk, draft tokens). Raises UserError for what SGLang would not take."""
+    parts = text.split(",")
+    if len(parts) != 3 or not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+        raise UserError(f"--sweep {text!r}: write steps,topk,tokens, for example 3,4,16")
+    steps, topk, tokens = map(int, parts)
+    if topk == 1 and tokens != steps + 1:
+        raise UserError(f"--sweep {text!r}: a chain of {steps} steps has {steps + 1} draft tokens; write {steps},1,{steps + 1}")
+    most = topk + (steps - 1) * topk * topk + 1  # the root, topk nodes of the first step, topk * topk of each later one
+    if tokens > most:
+        raise UserError(f"--sweep {text!r}: {steps} steps with topk {topk} give at most {most} draft tokens")
+    return steps, topk, tokens
+
+
+def run_sweep(servers: BenchServers, one: SetBenchmark, settings: list[tuple[int, int, int]]) -> list[dict[str, Any]]:
+    """Each setting on a server of its own, at the highest concurrency; speed-up against the plain server's pass there."""
+    config = servers.config
+    concurrency, timeout_s = max(config.bench.concurrency), config.data.request_timeout_s
+    plain, rows = one.fullest("baseline"), []
+    if not config.bench.side_by_side:
+        servers.put_away("baseline")
+    for setting in settings:
+        server = servers.other_settings(setting)
+        prompts = one.prompts.prompts
+        measure(server, prompts[:concurrency], concurrency, timeout_s)  # warm-up
+        fast = measure(server, prompts, concurrency, timeout_s)
+        row = {
+            "num_steps": setting[0], "topk": setting[1], "num_draft_tokens": setting[2], "concurrency": concurrency, "tok_s": fast.tok_s,
+            "speedup": fast.tok_s / plain.tok_s, "accept_length": accept_length(fast.answers), "verifications_by_accepted": merged([answer.histogram for answer in fast.answers]),
+        }  # fmt: skip
+        if config.bench.latency:
+            row["step_ms"] = latency(measure(server, prompts[: 2 * concurrency], concurrency, timeout_s, streamed=True).answers)["step_ms"]
+        rows.append(row)
+    return rows

@@ -153,6 +153,7 @@ class Bench:
     max_new_tokens: int = 256
     samples: int = 40  # prompts a set
     requests_per_slot: int = 8  # at concurrency c: c times this many prompts at most; the highest concurrency runs all of them
+    latency: bool = True  # a shorter streamed pass beside each: time to first token, time between tokens, share of drafting
     baseline_port: int = 30002
     side_by_side: bool = False  # both servers at once (small targets); else one after the other
 

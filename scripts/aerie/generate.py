@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -34,8 +35,7 @@ class Answer:
     verifications: int  # target forward passes after prefill; 0 without a drafter
     histogram: list[int]  # verifications by the number of draft tokens they accepted
     seconds: float
-    first_token_s: float = 0.0  # streaming only
-    token_times: list[float] = field(default_factory=list)  # streaming only: arrival of each chunk, seconds since the request
+    chunks: list[tuple[float, int]] = field(default_factory=list)  # streamed answers: seconds since the request, tokens so far
 
     @property
     def drafted_tokens(self) -> int:
@@ -86,6 +86,28 @@ def generate(url: str, prompt: Prompt, timeout_s: float = 600.0, session: reques
     data = reply.json()
     meta = data["meta_info"]
     return Answer(prompt, data["output_ids"], meta.get("spec_verify_ct", 0), meta.get("spec_correct_drafts_histogram") or [], seconds)
+
+
+def generate_streamed(url: str, prompt: Prompt, timeout_s: float = 600.0, session: requests.Session | None = None) -> Answer:
+    """The same, streamed: the answer's `chunks` say when its tokens came."""
+    body = {"input_ids": prompt.input_ids, "sampling_params": {"temperature": 0.0, "max_new_tokens": prompt.max_new_tokens}, "stream": True}
+    start = time.monotonic()
+    chunks: list[tuple[float, int]] = []
+    last: dict = {}
+    with (session or requests).post(f"{url}/generate", json=body, timeout=timeout_s, stream=True) as reply:
+        if reply.status_code != 200:
+            raise UserError(f"{url} refused prompt {prompt.id} ({len(prompt.input_ids)} tokens, {prompt.max_new_tokens} to come): {reply.status_code} {reply.text[:200]}")
+        for line in reply.iter_lines(chunk_size=None):
+            if not line.startswith(b"data:") or line == b"data: [DONE]":
+                continue
+            last = json.loads(line[5:])
+            if "meta_info" not in last:
+                raise UserError(f"{url} broke off the answer to prompt {prompt.id}: {str(last)[:200]}")
+            chunks.append((time.monotonic() - start, last["meta_info"]["completion_tokens"]))
+    if not chunks:
+        raise requests.ConnectionError(f"{url} ended the stream without an answer")
+    meta = last["meta_info"]
+    return Answer(prompt, last["output_ids"], meta.get("spec_verify_ct", 0), meta.get("spec_correct_drafts_histogram") or [], time.monotonic() - start, chunks)
 
 
 def generate_all(
