@@ -4,10 +4,11 @@
     OnlineTarget                the target's log-sum-exp and argmax from chunks of the full vocabulary, without storing [N, V]
     drafter_input               [RMSNorm(embedding[ids]), RMSNorm(state)], side by side, with backward
     draft_topk                  top-k of the draft logits, log-probabilities and target ids
+    build_tree, verify_tree_greedy   the speculative tree, as SGLang's ops of those names; *_into for buffers that are there
     quantize_rows_fp8, dequantize_rows_fp8   rows as e4m3 with one float32 scale each
 
 Every op is registered with torch.library under aerie:: (fake kernels, autograd), so that torch.compile and CUDA graphs see it.
-Kernels take bfloat16 (and e4m3); other dtypes run the reference, also on a GPU.
+Kernels take bfloat16 (draft_topk float32 too); other dtypes run the reference, also on a GPU.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from typing import NamedTuple
 
 import op_checks as checks
 import reference
+import reference_tree
 import torch
-from op_library import call, kernel_for, pointer, status
+from op_library import call, has_kernel, load, pointer, status
 from torch import Tensor
 
 __all__ = [
-    "OnlineTarget", "SoftTarget", "dequantize_rows_fp8", "draft_ids", "draft_topk", "drafter_input", "quantize_rows_fp8", "soft_target_cross_entropy", "status",
+    "OnlineTarget", "SoftTarget", "build_tree", "build_tree_into", "dequantize_rows_fp8", "draft_ids", "draft_topk", "drafter_input", "quantize_rows_fp8",
+    "soft_target_cross_entropy", "status", "verify_tree_greedy", "verify_tree_greedy_into",
 ]  # fmt: skip
 
 LIB = torch.library.Library("aerie", "DEF")
@@ -50,7 +53,7 @@ class SoftTarget(NamedTuple):
 
 
 def _soft_target(draft: Tensor, target: Tensor, lse, top: Tensor, weights, rows, renormalize: bool, grad: Tensor | None):
-    if kernel_for(draft) is None:
+    if not has_kernel(draft, torch.bfloat16):
         return reference.soft_target_ce(draft, target, lse, top, weights, rows, renormalize, grad)
     count, columns = draft.shape
     loss, accept = (torch.empty(count, dtype=torch.float32, device=draft.device) for _ in range(2))
@@ -94,7 +97,7 @@ _define(
 
 
 def _scale_rows(grad: Tensor, scale: Tensor) -> None:
-    if kernel_for(grad) is None:
+    if not has_kernel(grad, torch.bfloat16):
         grad.mul_(scale.unsqueeze(-1).to(grad.dtype))
     else:
         call("aerie_scale_rows", grad.device, grad.data_ptr(), grad.stride(0), *grad.shape, scale.data_ptr())
@@ -181,7 +184,7 @@ def draft_ids(d2t: Tensor, vocab_size: int) -> Tensor:
 
 
 def _online_update(chunk: Tensor, start: int, running_max: Tensor, running_sum: Tensor, argmax: Tensor) -> None:
-    if kernel_for(chunk) is None:
+    if not has_kernel(chunk, torch.bfloat16):
         reference.online_update(chunk, start, running_max, running_sum, argmax)
     else:
         call(
@@ -224,7 +227,7 @@ class OnlineTarget:
 
 
 def _drafter_input(ids, table, state, embed_weight, state_weight, eps):
-    if kernel_for(state) is None:
+    if not has_kernel(state, torch.bfloat16):
         return reference.drafter_input(ids, table, state, embed_weight, state_weight, eps)
     count, hidden = state.shape
     out = torch.empty(count, 2 * hidden, dtype=state.dtype, device=state.device)
@@ -235,17 +238,15 @@ def _drafter_input(ids, table, state, embed_weight, state_weight, eps):
     return out
 
 
-BACKWARD_BLOCKS = 528  # 4 blocks on each of an H200's 132 multiprocessors; each sums its rows' weight gradients
-
-
 def _drafter_input_backward(grad, ids, table, state, embed_weight, state_weight, eps, need_embed):
-    if kernel_for(state) is None:
+    if not has_kernel(state, torch.bfloat16):
         return reference.drafter_input_backward(grad, ids, table, state, embed_weight, state_weight, eps, need_embed)
     count, hidden = state.shape
     rows = torch.empty(count if need_embed else 0, hidden, dtype=table.dtype, device=state.device)
     state_grad = torch.empty(count, hidden, dtype=state.dtype, device=state.device)
-    blocks = min(BACKWARD_BLOCKS, max(1, count))
-    sums = torch.empty(blocks, 2, hidden, dtype=torch.float32, device=state.device)
+    with torch.cuda.device(state.device):
+        blocks = load().aerie_backward_blocks(hidden)
+    sums = torch.empty(blocks, 2, hidden, dtype=torch.float32, device=state.device)  # each block's rows' weight gradients
     call(
         "aerie_drafter_input_backward", state.device, grad.data_ptr(), grad.stride(0), ids.data_ptr(), ids.dtype == torch.int64, table.data_ptr(),
         table.stride(0), len(table), state.data_ptr(), state.stride(0), embed_weight.data_ptr(), state_weight.data_ptr(), embed_weight.dtype == torch.float32,
@@ -307,12 +308,15 @@ def drafter_input(
 
 
 def _draft_topk(logits, d2t, k):
-    if kernel_for(logits) is None:
+    if not has_kernel(logits, torch.bfloat16, torch.float32):
         return reference.draft_topk(logits, d2t, k)
     count, columns = logits.shape
     log_probs = torch.empty(count, k, dtype=torch.float32, device=logits.device)
     ids = torch.empty(count, k, dtype=torch.int64, device=logits.device)
-    call("aerie_draft_topk", logits.device, logits.data_ptr(), logits.stride(0), pointer(d2t), count, columns, k, log_probs.data_ptr(), ids.data_ptr())
+    call(
+        "aerie_draft_topk", logits.device, logits.data_ptr(), logits.dtype == torch.float32, logits.stride(0), pointer(d2t), count, columns, k,
+        log_probs.data_ptr(), ids.data_ptr(),
+    )  # fmt: skip
     return log_probs, ids
 
 
@@ -332,11 +336,115 @@ def draft_topk(logits: Tensor, k: int, d2t: Tensor | None = None) -> tuple[Tenso
     return OPS.draft_topk(logits.detach(), d2t, k)
 
 
+# --- 4. the speculative tree ------------------------------------------------------------------------------------------------------------------------
+
+
+def _build_tree(parent_list, selected_index, seq_lens, mask, positions, retrieve_index, next_token, next_sibling, topk, depth, full_mask):
+    batch, nodes = retrieve_index.shape
+    if has_kernel(selected_index, torch.int64):
+        call(
+            "aerie_build_tree", selected_index.device, parent_list.data_ptr(), parent_list.stride(0), parent_list.shape[1], selected_index.data_ptr(),
+            selected_index.stride(0), seq_lens.data_ptr(), seq_lens.dtype == torch.int64, mask.data_ptr(), mask.numel(), positions.data_ptr(),
+            retrieve_index.data_ptr(), next_token.data_ptr(), next_sibling.data_ptr(), batch, topk, depth, nodes, full_mask,
+        )  # fmt: skip
+        return
+    built = reference_tree.build_tree(parent_list, selected_index, seq_lens, topk, depth, full_mask)
+    outputs = (mask[: built.mask.numel()], positions, retrieve_index, next_token, next_sibling)
+    for to, value in zip(outputs, built, strict=True):
+        to.copy_(value)
+
+
+def _verify_tree_greedy(predicts, accept_index, accept_token_num, candidates, retrieve_index, next_token, next_sibling, target_predict):
+    batch, nodes = candidates.shape
+    if has_kernel(candidates, torch.int64):
+        call(
+            "aerie_verify_tree_greedy", candidates.device, predicts.data_ptr(), predicts.numel(), accept_index.data_ptr(), accept_token_num.data_ptr(),
+            candidates.data_ptr(), retrieve_index.data_ptr(), next_token.data_ptr(), next_sibling.data_ptr(), target_predict.data_ptr(), batch, nodes,
+            accept_index.shape[1],
+        )  # fmt: skip
+        return
+    taken = reference_tree.verify_tree_greedy(candidates, retrieve_index, next_token, next_sibling, target_predict, accept_index.shape[1])
+    rows, width = taken.accept_index.long(), taken.accept_index >= 0
+    predicts[rows[width]] = taken.predicts[rows[width]]
+    accept_index.copy_(torch.where(width, taken.accept_index, accept_index))
+    accept_token_num.copy_(taken.accept_token_num)
+
+
+_define(
+    "build_tree_(Tensor parent_list, Tensor selected_index, Tensor seq_lens, Tensor(a!) mask, Tensor(b!) positions, Tensor(c!) retrieve_index,"
+    " Tensor(d!) next_token, Tensor(e!) next_sibling, int topk, int depth, bool full_mask) -> ()",
+    _build_tree,
+    lambda *_: None,
+)
+_define(
+    "verify_tree_greedy_(Tensor(a!) predicts, Tensor(b!) accept_index, Tensor(c!) accept_token_num, Tensor candidates, Tensor retrieve_index,"
+    " Tensor next_token, Tensor next_sibling, Tensor target_predict) -> ()",
+    _verify_tree_greedy,
+    lambda *_: None,
+)
+
+
+def build_tree_into(
+    parent_list: Tensor, selected_index: Tensor, seq_lens: Tensor, mask: Tensor, positions: Tensor, retrieve_index: Tensor, retrieve_next_token: Tensor,
+    retrieve_next_sibling: Tensor, topk: int, depth: int, full_mask: bool = True,
+) -> None:  # fmt: skip
+    """build_tree() into buffers that are there (a CUDA graph's), as SGLang's op does: the prefix part of a full mask is the caller's and stays as it is."""
+    checks.build_tree(parent_list, selected_index, seq_lens, mask, positions, retrieve_index, retrieve_next_token, retrieve_next_sibling, topk, depth)
+    OPS.build_tree_(
+        parent_list, selected_index, seq_lens, mask, positions, retrieve_index, retrieve_next_token, retrieve_next_sibling, topk, depth, full_mask
+    )
+
+
+def build_tree(
+    parent_list: Tensor, selected_index: Tensor, seq_lens: Tensor, topk: int, depth: int, full_mask: bool = True, seq_lens_sum: int | None = None
+) -> reference_tree.Tree:
+    """Attention mask, positions and child links of a batch of draft trees: reference_tree.build_tree(), which says the shapes.
+
+    seq_lens_sum: sum of seq_lens, to save the device synchronisation that finds it. Raises ValueError in one sentence.
+    """
+    checks.matrix("selected_index", selected_index, (torch.int64,))
+    batch, nodes, device = len(selected_index), selected_index.shape[1] + 1, selected_index.device
+    if full_mask and seq_lens_sum is None:
+        seq_lens_sum = int(seq_lens.sum())
+    cells = nodes * nodes * batch + (seq_lens_sum * nodes if full_mask else 0)
+    mask = torch.ones(cells, dtype=torch.bool, device=device)
+    positions = torch.empty(batch * nodes, dtype=torch.int64, device=device)
+    links = torch.empty(3, batch, nodes, dtype=torch.int64, device=device)
+    build_tree_into(parent_list, selected_index, seq_lens, mask, positions, *links, topk, depth, full_mask)
+    return reference_tree.Tree(mask, positions, *links)
+
+
+def verify_tree_greedy_into(
+    predicts: Tensor, accept_index: Tensor, accept_token_num: Tensor, candidates: Tensor, retrieve_index: Tensor, retrieve_next_token: Tensor,
+    retrieve_next_sibling: Tensor, target_predict: Tensor,
+) -> None:  # fmt: skip
+    """verify_tree_greedy() into buffers that are there; what is not accepted stays as it is, as in SGLang's op."""
+    checks.verify_tree(predicts, accept_index, accept_token_num, candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling, target_predict)
+    OPS.verify_tree_greedy_(
+        predicts, accept_index, accept_token_num, candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling, target_predict
+    )
+
+
+def verify_tree_greedy(
+    candidates: Tensor, retrieve_index: Tensor, retrieve_next_token: Tensor, retrieve_next_sibling: Tensor, target_predict: Tensor, accept_width: int
+) -> reference_tree.Accepted:
+    """The longest path that is the target's own greedy text: reference_tree.verify_tree_greedy(), which says the shapes. Raises ValueError in one sentence."""
+    checks.matrix("candidates", candidates, (torch.int64,))
+    if accept_width < 1:
+        raise ValueError(f"accept_width = {accept_width} must be 1 or more: the root is always accepted")
+    batch, device = len(candidates), candidates.device
+    predicts = torch.zeros(candidates.numel(), dtype=torch.int32, device=device)
+    accept_index = torch.full((batch, accept_width), -1, dtype=torch.int32, device=device)
+    accept_token_num = torch.empty(batch, dtype=torch.int32, device=device)
+    verify_tree_greedy_into(predicts, accept_index, accept_token_num, candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling, target_predict)
+    return reference_tree.Accepted(predicts, accept_index, accept_token_num)
+
+
 # --- 5. rows in fp8 ---------------------------------------------------------------------------------------------------------------------------------
 
 
 def _quantize_rows_fp8(x):
-    if kernel_for(x) is None:
+    if not has_kernel(x, torch.bfloat16):
         return reference.quantize_rows_fp8(x)
     q = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(len(x), dtype=torch.float32, device=x.device)
@@ -345,7 +453,7 @@ def _quantize_rows_fp8(x):
 
 
 def _dequantize_rows_fp8(q, scale, dtype):
-    if kernel_for(q) is None or dtype != torch.bfloat16:
+    if not has_kernel(q, torch.float8_e4m3fn) or dtype != torch.bfloat16:
         return reference.dequantize_rows_fp8(q, scale, dtype)
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
     call("aerie_dequantize_rows_fp8", q.device, q.data_ptr(), q.stride(0), scale.data_ptr(), *q.shape, out.data_ptr())

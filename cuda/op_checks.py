@@ -11,6 +11,7 @@ from torch import Tensor
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MAX_TOPK = 32
+MAX_NODES = 2048  # of a draft tree
 
 
 def matrix(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...] = FLOATS) -> None:
@@ -133,3 +134,60 @@ def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
     if dtype not in FLOATS[:3]:
         raise ValueError(f"dtype {dtype} must be one of {', '.join(map(str, FLOATS[:3]))}")
     same_device("q", q, scale=scale)
+
+
+def _shape(name: str, x: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
+    if tuple(x.shape) != shape or x.dtype not in dtypes or not x.is_contiguous():
+        raise ValueError(f"{name} is {list(x.shape)} {x.dtype} with strides {list(x.stride())}; it must be {list(shape)} {dtypes[0]}, contiguous")
+
+
+def build_tree(
+    parent_list: Tensor, selected: Tensor, seq_lens: Tensor, mask: Tensor, positions: Tensor, index: Tensor, next_token: Tensor, next_sibling: Tensor,
+    topk: int, depth: int,
+) -> None:  # fmt: skip
+    """Inputs and outputs of build_tree."""
+    matrix("selected_index", selected, (torch.int64,))
+    matrix("parent_list", parent_list, (torch.int64,))
+    batch, nodes = len(selected), selected.shape[1] + 1
+    if nodes > MAX_NODES:
+        raise ValueError(f"selected_index has {nodes - 1} columns; a tree has at most {MAX_NODES - 1} drafted tokens")
+    if topk < 1 or depth < 0:
+        raise ValueError(f"topk = {topk} must be 1 or more and depth = {depth} 0 or more")
+    if len(parent_list) != batch:
+        raise ValueError(f"parent_list has {len(parent_list)} rows, selected_index {batch}")
+    vector("seq_lens", seq_lens, batch, (torch.int64, torch.int32))
+    if mask.dtype != torch.bool or mask.dim() != 1 or not mask.is_contiguous() or mask.numel() < batch * nodes * nodes:
+        raise ValueError(f"mask is {list(mask.shape)} {mask.dtype}; it must be flat bool with room for {batch} trees of {nodes} x {nodes} cells")
+    vector("positions", positions, batch * nodes, (torch.int64,))
+    for name, x in (("retrieve_index", index), ("retrieve_next_token", next_token), ("retrieve_next_sibling", next_sibling)):
+        _shape(name, x, (batch, nodes), (torch.int64,))
+    same_device(
+        "selected_index", selected, parent_list=parent_list, seq_lens=seq_lens, mask=mask, positions=positions, retrieve_index=index,
+        retrieve_next_token=next_token, retrieve_next_sibling=next_sibling,
+    )  # fmt: skip
+
+
+def verify_tree(
+    predicts: Tensor, accept_index: Tensor, accept_token_num: Tensor, candidates: Tensor, index: Tensor, next_token: Tensor, next_sibling: Tensor, target: Tensor
+) -> None:
+    """Inputs and outputs of verify_tree_greedy."""
+    matrix("candidates", candidates, (torch.int64,))
+    batch, nodes = candidates.shape
+    if not 1 <= nodes <= MAX_NODES:
+        raise ValueError(f"candidates has {nodes} columns; a tree has 1 to {MAX_NODES} nodes")
+    for name, x in (
+        ("candidates", candidates), ("retrieve_index", index), ("retrieve_next_token", next_token), ("retrieve_next_sibling", next_sibling),
+        ("target_predict", target),
+    ):  # fmt: skip
+        _shape(name, x, (batch, nodes), (torch.int64,))
+    matrix("accept_index", accept_index, (torch.int32,))
+    if accept_index.shape[1] < 1:
+        raise ValueError("accept_index has no columns: the root is always accepted")
+    _shape("accept_index", accept_index, (batch, accept_index.shape[1]), (torch.int32,))
+    vector("accept_token_num", accept_token_num, batch, (torch.int32,))
+    if predicts.dim() != 1 or predicts.numel() < batch * nodes or predicts.dtype != torch.int32 or not predicts.is_contiguous():
+        raise ValueError(f"predicts is {list(predicts.shape)} {predicts.dtype}; it must be flat int32 with room for {batch * nodes} rows")
+    same_device(
+        "candidates", candidates, predicts=predicts, accept_index=accept_index, accept_token_num=accept_token_num, retrieve_index=index,
+        retrieve_next_token=next_token, retrieve_next_sibling=next_sibling, target_predict=target,
+    )  # fmt: skip

@@ -23,7 +23,11 @@ SIGNATURES: dict[str, list] = {
     "aerie_drafter_input": [P, I, P, L, L, P, L, P, P, I, L, L, F, P],
     # grad, stride, ids, 64 bit, table, stride, V, state, stride, two weights, float32, N, H, eps, d rows or null, d state, partial sums [blocks, 2, H], blocks
     "aerie_drafter_input_backward": [P, L, P, I, P, L, L, P, L, P, P, I, L, L, F, P, P, P, I],
-    "aerie_draft_topk": [P, L, P, L, L, I, P, P],  # logits, stride, d2t, N, V, k, log-probabilities, ids
+    "aerie_draft_topk": [P, I, L, P, L, L, I, P, P],  # logits, float32, stride, d2t, N, V, k, log-probabilities, ids
+    # parent list, stride, columns, selected, stride, lengths, 64 bit, mask, cells, positions, index, next token, next sibling, N, topk, depth, nodes, full
+    "aerie_build_tree": [P, L, L, P, L, P, I, P, L, P, P, P, P, L, I, I, I, I],
+    # predicts, cells, accept index, accept count, candidates, index, next token, next sibling, target, N, nodes, width
+    "aerie_verify_tree_greedy": [P, L, P, P, P, P, P, P, P, L, I, I],
     "aerie_quantize_rows_fp8": [P, L, L, L, P, P],  # x, stride, N, H, q, scale
     "aerie_dequantize_rows_fp8": [P, L, P, L, L, P],  # q, stride, scale, N, H, out
 }
@@ -48,6 +52,7 @@ def load() -> ctypes.CDLL | None:
     library = ctypes.CDLL(str(PATH))
     library.aerie_error.restype = ctypes.c_char_p
     library.aerie_error.argtypes = [I]
+    library.aerie_backward_blocks.argtypes = [L]
     if library.aerie_abi() != ABI or library.aerie_prepare() != 0:
         return None
     for name, arguments in SIGNATURES.items():
@@ -57,9 +62,9 @@ def load() -> ctypes.CDLL | None:
     return library
 
 
-def kernel_for(x: Tensor) -> ctypes.CDLL | None:
-    """The library if it has kernels for this tensor (bf16 or fp8, on a CUDA device), else None: then the reference runs."""
-    return load() if x.is_cuda and x.dtype in (torch.bfloat16, torch.float8_e4m3fn) else None
+def has_kernel(x: Tensor, *dtypes: torch.dtype) -> bool:
+    """Is there a kernel for this tensor: on a CUDA device, of one of these dtypes, with the library loaded? Else the reference runs."""
+    return x.is_cuda and x.dtype in dtypes and load() is not None
 
 
 def pointer(x: Tensor | None) -> int | None:

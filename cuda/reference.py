@@ -73,7 +73,8 @@ def soft_target_ce(
             p = torch.where(mass > 0, p / mass, 0.0)
             mass = (mass > 0).to(wide)
         cross = torch.where(p == 0, 0.0, p * (d - dmax)).sum(-1, keepdim=True)
-        row_loss = torch.where(mass == 0, 0.0, mass * total.log() - cross).squeeze(-1)
+        row_loss = torch.where(total == 0, torch.inf, mass * total.log() - cross)  # no draft logit above -inf: as far away as can be
+        row_loss = torch.where(mass == 0, 0.0, row_loss).squeeze(-1)
         loss[block] = torch.where(live, torch.where(bad, torch.nan, w * row_loss), 0.0)
         answer = torch.where(bad, -1, top[pick])
         in_vocab[block] = live & (answer >= 0)

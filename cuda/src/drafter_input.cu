@@ -1,0 +1,251 @@
+// Op 2: [RMSNorm(table[ids]) * w1, RMSNorm(state) * w2] side by side as [N, 2H], and its backward.
+// Side 0 is the embedding, side 1 the state. Forward: one block a row and side, the row in registers. Backward: persistent blocks, each on one side, sum their
+// rows' weight gradients in registers and write one partial sum each; the caller adds those up.
+#include "common.cuh"
+
+namespace aerie {
+
+struct Inputs {
+    const void* ids;
+    bool ids64;
+    const __nv_bfloat16 *table, *state;
+    int64_t table_stride, v, state_stride;
+    const void *embed_weight, *state_weight;
+    bool weights32;
+    int64_t n;
+    int h;
+    float eps;
+    bool vector;  // h is a multiple of 8 and everything is on 16 bytes
+};
+
+__device__ __forceinline__ const __nv_bfloat16* source(const Inputs& in, int64_t row, int side) {  // null: id out of range
+    if (side) return in.state + row * in.state_stride;
+    const int64_t id = in.ids64 ? static_cast<const int64_t*>(in.ids)[row] : static_cast<const int32_t*>(in.ids)[row];
+    return id < 0 || id >= in.v ? nullptr : in.table + id * in.table_stride;
+}
+
+__device__ __forceinline__ float weight_at(const Inputs& in, int side, int column) {
+    const void* w = side ? in.state_weight : in.embed_weight;
+    return in.weights32 ? static_cast<const float*>(w)[column] : one(static_cast<const __nv_bfloat16*>(w) + column);
+}
+
+__device__ __forceinline__ void weights8(const Inputs& in, int side, int vector, float w[8]) {
+    const void* base = side ? in.state_weight : in.embed_weight;
+    if (in.weights32) {
+        const float4 a = static_cast<const float4*>(base)[2 * vector], b = static_cast<const float4*>(base)[2 * vector + 1];
+        w[0] = a.x, w[1] = a.y, w[2] = a.z, w[3] = a.w, w[4] = b.x, w[5] = b.y, w[6] = b.z, w[7] = b.w;
+    } else {
+        const uint4 a = static_cast<const uint4*>(base)[vector];
+        w[0] = low(a.x), w[1] = high(a.x), w[2] = low(a.y), w[3] = high(a.y), w[4] = low(a.z), w[5] = high(a.z), w[6] = low(a.w), w[7] = high(a.w);
+    }
+}
+
+__device__ __forceinline__ void unpack8(uint4 v, float x[8]) {
+    x[0] = low(v.x), x[1] = high(v.x), x[2] = low(v.y), x[3] = high(v.y), x[4] = low(v.z), x[5] = high(v.z), x[6] = low(v.w), x[7] = high(v.w);
+}
+
+template <int THREADS, int CH>
+__global__ void __launch_bounds__(THREADS) drafter_input_forward(Inputs in, __nv_bfloat16* out) {
+    __shared__ float partial[THREADS / 32];
+    const int tid = threadIdx.x, side = blockIdx.y, vectors = in.h / 8;
+    const int64_t row = blockIdx.x;
+    const __nv_bfloat16* x = source(in, row, side);
+    uint4* to = reinterpret_cast<uint4*>(out + row * 2 * in.h + side * in.h);
+    uint4 v[CH];
+#pragma unroll
+    for (int c = 0; c < CH; c++) {
+        const int at = c * THREADS + tid;
+        const uint4* from = reinterpret_cast<const uint4*>(x) + at;
+        v[c] = x && at < vectors ? (side ? load_stream(from) : __ldg(from)) : uint4{0, 0, 0, 0};
+    }
+    float sum = 0.f;
+#pragma unroll
+    for (int c = 0; c < CH; c++) {
+        float e[8];
+        unpack8(v[c], e);
+#pragma unroll
+        for (int j = 0; j < 8; j++) sum = fmaf(e[j], e[j], sum);
+    }
+    sum = block_sum<THREADS>(sum, partial);
+    const float rstd = x ? rsqrtf(sum / in.h + in.eps) : NAN;
+#pragma unroll
+    for (int c = 0; c < CH; c++) {
+        const int at = c * THREADS + tid;
+        if (at >= vectors) break;
+        float e[8], w[8];
+        unpack8(v[c], e);
+        weights8(in, side, at, w);
+#pragma unroll
+        for (int j = 0; j < 8; j++) e[j] = e[j] * rstd * w[j];
+        to[at] = {pack(e[0], e[1]), pack(e[2], e[3]), pack(e[4], e[5]), pack(e[6], e[7])};
+    }
+}
+
+__global__ void __launch_bounds__(256) drafter_input_forward_any(Inputs in, __nv_bfloat16* out) {  // any width and alignment, read twice
+    __shared__ float partial[8];
+    const int tid = threadIdx.x, side = blockIdx.y;
+    const int64_t row = blockIdx.x;
+    const __nv_bfloat16* x = source(in, row, side);
+    __nv_bfloat16* to = out + row * 2 * in.h + side * in.h;
+    float sum = 0.f;
+    for (int i = tid; x && i < in.h; i += 256) sum = fmaf(one(x + i), one(x + i), sum);
+    sum = block_sum<256>(sum, partial);
+    const float rstd = rsqrtf(sum / in.h + in.eps);
+    for (int i = tid; i < in.h; i += 256) to[i] = __float2bfloat16(x ? one(x + i) * rstd * weight_at(in, side, i) : NAN);
+}
+
+// dx = rstd * (g * w - xhat * mean(g * w * xhat)), dw = sum over rows of g * xhat, with xhat = x * rstd.
+template <int THREADS, int CH, int PER_SM>
+__global__ void __launch_bounds__(THREADS, PER_SM) drafter_input_backward(Inputs in, const __nv_bfloat16* grad, int64_t grad_stride, __nv_bfloat16* d_rows,
+                                                                          __nv_bfloat16* d_state, float* sums) {
+    __shared__ float partial[2][2][THREADS / 32];  // by parity of the row: two sums at once, one barrier a row
+    const int tid = threadIdx.x, side = blockIdx.x % 2, vectors = in.h / 8;
+    float dw[CH][8] = {};
+    __nv_bfloat16* d_x = side ? d_state : d_rows;
+    int parity = 0;
+    for (int row = blockIdx.x / 2; row < (int)in.n; row += gridDim.x / 2, parity ^= 1) {
+        const __nv_bfloat16* x = source(in, row, side);
+        const uint4* from = reinterpret_cast<const uint4*>(x);
+        const uint4* g_from = reinterpret_cast<const uint4*>(grad + row * grad_stride + side * in.h);
+        uint4 xv[CH], gv[CH];
+#pragma unroll
+        for (int c = 0; c < CH; c++) {
+            const int at = c * THREADS + tid;
+            xv[c] = x && at < vectors ? (side ? load_stream(from + at) : __ldg(from + at)) : uint4{0, 0, 0, 0};
+            gv[c] = at < vectors ? load_stream(g_from + at) : uint4{0, 0, 0, 0};
+        }
+        float square = 0.f, dot = 0.f;
+#pragma unroll
+        for (int c = 0; c < CH; c++) {
+            float e[8], g[8], w[8];
+            unpack8(xv[c], e);
+            unpack8(gv[c], g);
+            if (c * THREADS + tid < vectors) weights8(in, side, c * THREADS + tid, w);
+            else for (float& one_weight : w) one_weight = 0.f;
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                square = fmaf(e[j], e[j], square);
+                dot = fmaf(g[j] * w[j], e[j], dot);
+            }
+        }
+        square = warp_sum(square);
+        dot = warp_sum(dot);
+        if (tid % 32 == 0) {
+            partial[parity][0][tid / 32] = square;
+            partial[parity][1][tid / 32] = dot;
+        }
+        __syncthreads();
+        square = warp_sum(tid % 32 < THREADS / 32 ? partial[parity][0][tid % 32] : 0.f);
+        dot = warp_sum(tid % 32 < THREADS / 32 ? partial[parity][1][tid % 32] : 0.f);
+        const float rstd = x ? rsqrtf(square / in.h + in.eps) : NAN;
+        const float pull = dot * rstd * rstd / in.h;  // times x: xhat * mean(g * w * xhat)
+#pragma unroll
+        for (int c = 0; c < CH; c++) {
+            const int at = c * THREADS + tid;
+            if (at >= vectors) break;
+            float e[8], g[8], w[8];
+            unpack8(xv[c], e);
+            unpack8(gv[c], g);
+#pragma unroll
+            for (int j = 0; j < 8; j++) dw[c][j] = fmaf(g[j], e[j] * rstd, dw[c][j]);
+            if (!d_x) continue;
+            weights8(in, side, at, w);
+#pragma unroll
+            for (int j = 0; j < 8; j++) e[j] = rstd * fmaf(g[j], w[j], -e[j] * pull);
+            __stcs(reinterpret_cast<uint4*>(d_x + (int64_t)row * in.h) + at, uint4{pack(e[0], e[1]), pack(e[2], e[3]), pack(e[4], e[5]), pack(e[6], e[7])});
+        }
+    }
+    float4* to = reinterpret_cast<float4*>(sums + (int64_t)(blockIdx.x / 2 * 2 + side) * in.h);
+#pragma unroll
+    for (int c = 0; c < CH; c++) {
+        const int at = c * THREADS + tid;
+        if (at >= vectors) break;
+        to[2 * at] = {dw[c][0], dw[c][1], dw[c][2], dw[c][3]};
+        to[2 * at + 1] = {dw[c][4], dw[c][5], dw[c][6], dw[c][7]};
+    }
+}
+
+__global__ void __launch_bounds__(256) drafter_input_backward_any(Inputs in, const __nv_bfloat16* grad, int64_t grad_stride, __nv_bfloat16* d_rows,
+                                                                  __nv_bfloat16* d_state, float* sums) {
+    __shared__ float partial[8], partial2[8];
+    const int tid = threadIdx.x, side = blockIdx.x % 2;
+    float* to = sums + (int64_t)(blockIdx.x / 2 * 2 + side) * in.h;  // each thread its own columns
+    __nv_bfloat16* d_x = side ? d_state : d_rows;
+    for (int i = tid; i < in.h; i += 256) to[i] = 0.f;
+    for (int64_t row = blockIdx.x / 2; row < in.n; row += gridDim.x / 2) {
+        const __nv_bfloat16 *x = source(in, row, side), *g = grad + row * grad_stride + side * in.h;
+        float square = 0.f, dot = 0.f;
+        for (int i = tid; x && i < in.h; i += 256) {
+            square = fmaf(one(x + i), one(x + i), square);
+            dot = fmaf(one(g + i) * weight_at(in, side, i), one(x + i), dot);
+        }
+        square = block_sum<256>(square, partial);
+        dot = block_sum<256>(dot, partial2);
+        const float rstd = x ? rsqrtf(square / in.h + in.eps) : NAN, pull = dot * rstd * rstd / in.h;
+        for (int i = tid; i < in.h; i += 256) {
+            const float e = x ? one(x + i) : NAN;
+            to[i] = fmaf(one(g + i), e * rstd, to[i]);
+            if (d_x) d_x[row * in.h + i] = __float2bfloat16(rstd * fmaf(one(g + i), weight_at(in, side, i), -e * pull));
+        }
+        __syncthreads();
+    }
+}
+
+int prepare_drafter_input() {
+    cudaFuncAttributes info;
+    const void* kernels[] = {(const void*)drafter_input_forward<64, 4>, (const void*)drafter_input_forward<128, 4>, (const void*)drafter_input_forward<128, 7>,
+                             (const void*)drafter_input_forward<256, 8>, (const void*)drafter_input_forward_any, (const void*)drafter_input_backward<256, 2, 3>,
+                             (const void*)drafter_input_backward<448, 2, 2>, (const void*)drafter_input_backward<512, 4, 1>,
+                             (const void*)drafter_input_backward_any};
+    for (const void* kernel : kernels)
+        if (const cudaError_t code = cudaFuncGetAttributes(&info, kernel)) return code;
+    return 0;
+}
+
+}  // namespace aerie
+
+extern "C" int aerie_drafter_input(const void* ids, int ids64, const void* table, int64_t table_stride, int64_t v, const void* state, int64_t state_stride,
+                                   const void* embed_weight, const void* state_weight, int weights32, int64_t n, int64_t h, float eps, void* out,
+                                   cudaStream_t stream) {
+    using namespace aerie;
+    if (n == 0) return 0;
+    if (n > INT32_MAX || h > INT32_MAX / 2) return cudaErrorInvalidValue;
+    const bool vector = h % 8 == 0 && aligned16(table, table_stride, 2) && aligned16(state, state_stride, 2) && aligned16(embed_weight, 0, 2) &&
+                        aligned16(state_weight, 0, 2) && aligned16(out, 0, 2);
+    const Inputs in{ids, ids64 != 0, (const __nv_bfloat16*)table, (const __nv_bfloat16*)state, table_stride, v, state_stride, embed_weight, state_weight,
+                    weights32 != 0, n, (int)h, eps, vector};
+    const dim3 blocks((unsigned)n, 2);
+    auto* to = (__nv_bfloat16*)out;
+    if (vector && h <= 2048) drafter_input_forward<64, 4><<<blocks, 64, 0, stream>>>(in, to);
+    else if (vector && h <= 4096) drafter_input_forward<128, 4><<<blocks, 128, 0, stream>>>(in, to);
+    else if (vector && h <= 7168) drafter_input_forward<128, 7><<<blocks, 128, 0, stream>>>(in, to);
+    else if (vector && h <= 16384) drafter_input_forward<256, 8><<<blocks, 256, 0, stream>>>(in, to);
+    else drafter_input_forward_any<<<blocks, 256, 0, stream>>>(in, to);
+    return cudaGetLastError();
+}
+
+extern "C" int aerie_backward_blocks(int64_t h) {
+    const int per_sm = h <= 4096 ? 3 : h <= 7168 ? 2 : 1;  // as the launch below
+    const int blocks = aerie::multiprocessors() * per_sm / 2;
+    return blocks > 0 ? blocks : 1;
+}
+
+extern "C" int aerie_drafter_input_backward(const void* grad, int64_t grad_stride, const void* ids, int ids64, const void* table, int64_t table_stride,
+                                            int64_t v, const void* state, int64_t state_stride, const void* embed_weight, const void* state_weight,
+                                            int weights32, int64_t n, int64_t h, float eps, void* d_rows, void* d_state, float* sums, int blocks,
+                                            cudaStream_t stream) {
+    using namespace aerie;
+    if (n > INT32_MAX / 2 || h > INT32_MAX / 2) return cudaErrorInvalidValue;
+    const bool vector = h % 8 == 0 && aligned16(table, table_stride, 2) && aligned16(state, state_stride, 2) && aligned16(embed_weight, 0, 2) &&
+                        aligned16(state_weight, 0, 2) && aligned16(grad, grad_stride, 2) && aligned16(d_rows, 0, 2) && aligned16(d_state, 0, 2);
+    const Inputs in{ids, ids64 != 0, (const __nv_bfloat16*)table, (const __nv_bfloat16*)state, table_stride, v, state_stride, embed_weight, state_weight,
+                    weights32 != 0, n, (int)h, eps, vector};
+    const auto* g = (const __nv_bfloat16*)grad;
+    auto *rows = (__nv_bfloat16*)d_rows, *d = (__nv_bfloat16*)d_state;
+    const unsigned grid = 2 * (unsigned)blocks;
+    if (vector && h <= 4096) drafter_input_backward<256, 2, 3><<<grid, 256, 0, stream>>>(in, g, grad_stride, rows, d, sums);
+    else if (vector && h <= 7168) drafter_input_backward<448, 2, 2><<<grid, 448, 0, stream>>>(in, g, grad_stride, rows, d, sums);
+    else if (vector && h <= 16384) drafter_input_backward<512, 4, 1><<<grid, 512, 0, stream>>>(in, g, grad_stride, rows, d, sums);
+    else drafter_input_backward_any<<<grid, 256, 0, stream>>>(in, g, grad_stride, rows, d, sums);
+    return cudaGetLastError();
+}

@@ -1,0 +1,480 @@
+// Op 1: loss, argmax match, acceptance mass, in-vocabulary flag and gradient of draft logits against the target's distribution.
+//
+// Everything needs a second look at both rows: the gradient w * (m * q - p) needs m = sum p and the draft's log-sum-exp. Both rows of 32,000 columns are 128 KB,
+// more than the 99 KB that a block of SM120 has. So a cluster of blocks shares a row, each keeps its part of both rows in shared memory, and they exchange their
+// sums through distributed shared memory. The loop over rows is persistent and pipelined: as soon as the second look has used 8 columns, it asks for the same
+// columns of the next row (cp.async), so loads, arithmetic and stores overlap and each input is read from device memory once. One cluster barrier a row.
+// A thread copies, reads and writes only its own columns, so nothing else needs a barrier. Rows too wide, or not on 16 bytes, take the two-pass kernel, whose
+// second read mostly hits the L2.
+//
+// Exponentials are in base 2, of (d - shift) * log2(e): the difference of two bf16 values is exact, also where the logits are huge.
+// Sums are relative to the largest value that a warp saw; combine() brings them together.
+#include <cooperative_groups.h>
+
+#include "common.cuh"
+
+namespace aerie {
+
+struct Args {
+    const __nv_bfloat16 *draft, *target;
+    int64_t draft_stride, target_stride, grad_stride;
+    const float* lse;
+    const int64_t* top;
+    const float* weights;
+    const int64_t* rows;
+    int64_t n, m;
+    int vd;
+    bool renormalize;
+    float* loss;
+    bool* match;
+    float* accept;
+    bool* in_vocab;
+    __nv_bfloat16* grad;
+};
+
+// What a row's first look gathers.
+struct Stats {
+    float d_max;  // largest draft logit, within [-BIG, BIG]
+    float d_sum;  // sum of exp(d - d_max)
+    float t_max;  // shift of p: the given log-sum-exp, or the largest target logit
+    float p_sum;  // sum of exp(t - t_max)
+    float cross;  // sum of exp(t - t_max) * (d - d_max), in base 2
+};
+
+// The sums so far, relative to larger shifts.
+__device__ __forceinline__ void rebase(Stats& s, float d_max, float t_max) {
+    const float down = (s.d_max - d_max) * LOG2E, t_scale = exp2_fast((s.t_max - t_max) * LOG2E);
+    s.d_sum *= exp2_fast(down);
+    s.p_sum *= t_scale;
+    s.cross = s.p_sum > 0.f ? fmaf(s.p_sum, down, s.cross * t_scale) : 0.f;  // without p, down may be -inf and must not count
+    s.d_max = d_max;
+    s.t_max = t_max;
+}
+
+// Every group of WIDTH lanes brings its sums together; all lanes get the result.
+template <int WIDTH>
+__device__ __forceinline__ Stats combine(Stats s) {
+    float d_max = s.d_max, t_max = s.t_max;
+#pragma unroll
+    for (int step = WIDTH / 2; step; step >>= 1) {
+        d_max = fmaxf(d_max, __shfl_xor_sync(~0u, d_max, step));
+        t_max = fmaxf(t_max, __shfl_xor_sync(~0u, t_max, step));
+    }
+    rebase(s, d_max, t_max);
+#pragma unroll
+    for (int step = WIDTH / 2; step; step >>= 1) {
+        s.d_sum += __shfl_xor_sync(~0u, s.d_sum, step);
+        s.p_sum += __shfl_xor_sync(~0u, s.p_sum, step);
+        s.cross += __shfl_xor_sync(~0u, s.cross, step);
+    }
+    return s;
+}
+
+// What the second look needs, the same for all threads.
+struct Row {
+    float d_max, q_log;  // q = exp2((d - d_max) * log2e - q_log)
+    float t_max, p_log;  // p = exp2((t - t_max) * log2e - p_log)
+    float q_scale, p_scale;  // gradient = q_scale * q - p_scale * p
+    float loss;
+};
+
+__device__ __forceinline__ Row finish(Stats s, bool has_lse, float weight, bool renormalize) {
+    Row r;
+    float mass = s.p_sum, cross = s.cross;
+    r.d_max = s.d_max;
+    r.t_max = s.t_max;
+    r.p_log = 0.f;
+    if (!has_lse && s.p_sum > 0.f) {
+        r.p_log = log2f(s.p_sum);
+        cross /= s.p_sum;
+        mass = 1.f;
+    }
+    const bool empty = mass == 0.f;  // no target in sight
+    if (empty) r.p_log = INFINITY;
+    float p_scale = 1.f;
+    if (renormalize && !empty) {
+        p_scale = 1.f / mass;
+        cross *= p_scale;
+        mass = 1.f;
+    }
+    const bool hopeless = s.d_sum == 0.f;  // no draft logit above -inf
+    r.q_log = hopeless ? INFINITY : log2f(s.d_sum);
+    r.q_scale = hopeless || empty ? 0.f : weight * mass;
+    r.p_scale = weight * p_scale;
+    r.loss = empty ? 0.f : hopeless ? weight * INFINITY : weight * (mass * r.q_log - cross) * LN2;
+    return r;
+}
+
+__device__ __forceinline__ void first_look(uint32_t d, uint32_t t, Stats& s) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const float d2 = ((half ? high(d) : low(d)) - s.d_max) * LOG2E;
+        const float p = exp2_fast(((half ? high(t) : low(t)) - s.t_max) * LOG2E);
+        s.d_sum += exp2_fast(d2);
+        s.p_sum += p;
+        if (p > 0.f) s.cross = fmaf(p, d2, s.cross);
+    }
+}
+
+__device__ __forceinline__ uint32_t second_look(uint32_t d, uint32_t t, const Row& r, float& accept) {
+    float g[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const float q = exp2_fast(fmaf((half ? high(d) : low(d)) - r.d_max, LOG2E, -r.q_log));
+        const float p = exp2_fast(fmaf((half ? high(t) : low(t)) - r.t_max, LOG2E, -r.p_log));
+        accept += fminf(p, q);
+        g[half] = fmaf(r.q_scale, q, -r.p_scale * p);
+    }
+    return pack(g[0], g[1]);
+}
+
+// Lowest column of 8 that holds `value`, 8 if none does.
+__device__ __forceinline__ int find8(uint4 v, float value) {
+    const uint32_t w[4] = {v.x, v.y, v.z, v.w};
+    int at = 8;
+#pragma unroll
+    for (int i = 3; i >= 0; i--) {
+        if (high(w[i]) == value) at = 2 * i + 1;
+        if (low(w[i]) == value) at = 2 * i;
+    }
+    return at;
+}
+
+// Which target row, which shift of p and which weight row `row` has.
+struct Meta {
+    float weight;
+    int64_t target;  // -1: out of range
+    float t_shift;   // log-sum-exp given, within [-BIG, BIG]; -inf as BIG: p is 0
+    int64_t top;
+};
+
+__device__ __forceinline__ Meta meta_of(const Args& a, int64_t row) {
+    Meta meta{1.f, row, 0.f, -1};
+    if (row >= a.n) return meta;
+    if (a.weights) meta.weight = a.weights[row];
+    if (a.rows) meta.target = a.rows[row];
+    if (meta.target < 0 || meta.target >= a.m) {
+        meta.target = -1;
+        return meta;
+    }
+    meta.top = a.top[meta.target];
+    if (a.lse) {
+        const float lse = a.lse[meta.target];
+        meta.t_shift = lse == -INFINITY ? BIG : finite_shift(lse);
+    }
+    return meta;
+}
+
+__device__ __forceinline__ void write_outputs(const Args& a, int64_t row, const Meta& meta, float loss, float accept, int best) {
+    const bool live = meta.weight != 0.f;
+    const bool bad = live && meta.target < 0;
+    a.loss[row] = bad ? NAN : live ? loss : 0.f;
+    a.accept[row] = bad ? NAN : live ? accept : 0.f;
+    a.in_vocab[row] = live && meta.top >= 0;
+    a.match[row] = live && !bad && best == meta.top;
+}
+
+__device__ __forceinline__ void cp_async16(void* shared, const void* global) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((uint32_t)__cvta_generic_to_shared(shared)), "l"(global));
+}
+
+// A cluster of CLUSTER blocks a row; shared memory holds 2 * ceil(vd / 8 / CLUSTER) * 16 bytes a block. vd is a multiple of 8, everything on 16 bytes.
+template <int THREADS, int CLUSTER>
+__global__ void __launch_bounds__(THREADS) soft_target_resident(Args a) {
+    namespace cg = cooperative_groups;
+    constexpr int WARPS = THREADS / 32, PARTS = WARPS * CLUSTER;
+    static_assert(PARTS <= 32, "one lane a warp of the cluster");
+    extern __shared__ uint4 buffer[];  // [2][mine]: draft, target
+    // Read by the other blocks behind the next barrier while this one is already a row further: two copies of what is written before the barrier, three of what
+    // is written behind it.
+    __shared__ Stats warp_stats[2][WARPS];
+    __shared__ float warp_accept[3][WARPS];
+    __shared__ int best[3];  // lowest column of this block that holds the row's largest draft logit
+    cg::cluster_group cluster = cg::this_cluster();
+    const int tid = threadIdx.x, lane = tid % 32, rank = CLUSTER == 1 ? 0 : (int)cluster.block_rank();
+    const int vectors = a.vd / 8, share = (vectors + CLUSTER - 1) / CLUSTER, first = rank * share;
+    const int mine = max(0, min(share, vectors - first));
+    uint4 *d_buf = buffer, *t_buf = buffer + share;
+    const int64_t clusters = gridDim.x / CLUSTER;
+    int64_t row = blockIdx.x / CLUSTER;
+
+    auto request = [&](int i, const uint4* d, const uint4* t) {
+        cp_async16(d_buf + i, d + i);
+        cp_async16(t_buf + i, t + i);
+    };
+    auto draft_row = [&](int64_t r) { return reinterpret_cast<const uint4*>(a.draft + r * a.draft_stride) + first; };
+    auto target_row = [&](const Meta& meta) { return reinterpret_cast<const uint4*>(a.target + meta.target * a.target_stride) + first; };
+    auto lives = [&](int64_t r, const Meta& meta) { return r < a.n && meta.weight != 0.f && meta.target >= 0; };
+
+    Meta meta = meta_of(a, row), old_meta = meta;
+    float loss = 0.f, old_loss = 0.f;
+    if (lives(row, meta))
+        for (int i = tid; i < mine; i += THREADS) request(i, draft_row(row), target_row(meta));
+
+    int step = 0;
+    auto publish = [&](int64_t r, const Meta& m, float row_loss, int slot) {  // block 0, first warp, behind the barrier that follows row r
+        float accept = 0.f;
+        int at = INT32_MAX;
+        if (lane < PARTS) {
+            accept = *cluster.map_shared_rank(&warp_accept[slot][lane % WARPS], lane / WARPS);
+            at = *cluster.map_shared_rank(&best[slot], lane / WARPS);
+        }
+        accept = warp_sum(accept);
+        at = __reduce_min_sync(~0u, at);
+        if (lane == 0) write_outputs(a, r, m, row_loss, accept, at);
+    };
+
+    for (; row < a.n; row += clusters, step++) {
+        const int64_t next = row + clusters;
+        const Meta next_meta = meta_of(a, next);
+        const bool live = lives(row, meta);
+        float my_top = -INFINITY;
+        asm volatile("cp.async.wait_all;" ::: "memory");
+        if (live) {
+            uint32_t d_top = NEG_INF2, t_top = NEG_INF2;
+#pragma unroll 4
+            for (int i = tid; i < mine; i += THREADS) {
+                const uint4 d = d_buf[i];
+                d_top = max2(d_top, max2(max2(d.x, d.y), max2(d.z, d.w)));
+                if (!a.lse) {
+                    const uint4 t = t_buf[i];
+                    t_top = max2(t_top, max2(max2(t.x, t.y), max2(t.z, t.w)));
+                }
+            }
+            my_top = fmaxf(low(d_top), high(d_top));
+            const float t_max = a.lse ? meta.t_shift : finite_shift(warp_max(fmaxf(low(t_top), high(t_top))));
+            Stats s{finite_shift(warp_max(my_top)), 0.f, t_max, 0.f, 0.f};
+#pragma unroll 2
+            for (int i = tid; i < mine; i += THREADS) {
+                const uint4 d = d_buf[i], t = t_buf[i];
+                first_look(d.x, t.x, s);
+                first_look(d.y, t.y, s);
+                first_look(d.z, t.z, s);
+                first_look(d.w, t.w, s);
+            }
+            s.d_sum = warp_sum(s.d_sum);
+            s.p_sum = warp_sum(s.p_sum);
+            s.cross = warp_sum(s.cross);
+            if (lane == 0) warp_stats[step % 2][tid / 32] = s;
+        }
+        if (tid == 0) best[step % 3] = INT32_MAX;
+        if (CLUSTER == 1) __syncthreads();
+        else cluster.sync();
+        if (step > 0 && rank == 0 && tid < 32) publish(row - clusters, old_meta, old_loss, (step + 2) % 3);
+
+        uint4* g_row = a.grad ? reinterpret_cast<uint4*>(a.grad + row * a.grad_stride) + first : nullptr;
+        const bool next_live = lives(next, next_meta);
+        const uint4 *next_d = draft_row(next), *next_t = target_row(next_meta);
+        float accept = 0.f;
+        if (live) {
+            const int part = lane % PARTS;
+            const Stats s = combine<PARTS>(*cluster.map_shared_rank(&warp_stats[step % 2][part % WARPS], part / WARPS));
+            const Row r = finish(s, a.lse != nullptr, meta.weight, a.renormalize);
+            loss = r.loss;
+            if (finite_shift(my_top) == s.d_max) {  // few threads
+                for (int i = tid; i < mine; i += THREADS) {
+                    const int in8 = find8(d_buf[i], my_top);
+                    if (in8 < 8) {
+                        atomicMin(&best[step % 3], (first + i) * 8 + in8);
+                        break;
+                    }
+                }
+            }
+#pragma unroll 2
+            for (int i = tid; i < mine; i += THREADS) {
+                const uint4 d = d_buf[i], t = t_buf[i];
+                uint4 g;
+                g.x = second_look(d.x, t.x, r, accept);
+                g.y = second_look(d.y, t.y, r, accept);
+                g.z = second_look(d.z, t.z, r, accept);
+                g.w = second_look(d.w, t.w, r, accept);
+                if (next_live) request(i, next_d, next_t);
+                if (g_row) __stcs(g_row + i, g);
+            }
+        } else {
+            const uint32_t fill = meta.weight == 0.f ? 0u : 0x7FC07FC0u;  // NaN where the target row is out of range
+            for (int i = tid; i < mine; i += THREADS) {
+                if (g_row) __stcs(g_row + i, uint4{fill, fill, fill, fill});
+                if (next_live) request(i, next_d, next_t);
+            }
+        }
+        accept = warp_sum(accept);
+        if (lane == 0) warp_accept[step % 3][tid / 32] = accept;
+        old_meta = meta;
+        old_loss = loss;
+        meta = next_meta;
+    }
+    if (CLUSTER == 1) __syncthreads();
+    else cluster.sync();
+    if (step > 0 && rank == 0 && tid < 32) publish(row - clusters, old_meta, old_loss, (step + 2) % 3);
+    if (CLUSTER > 1) cluster.sync();  // a block's shared memory must outlive its readers
+}
+
+// Any width, any alignment, one block a row, both inputs read twice.
+constexpr int WIDE = 512;
+
+__global__ void __launch_bounds__(WIDE, 2) soft_target_wide(Args a) {
+    constexpr int WARPS = WIDE / 32;
+    __shared__ Stats warp_stats[WARPS];
+    __shared__ float warp_accept[WARPS];
+    __shared__ int best;
+    const int tid = threadIdx.x;
+    const int64_t row = blockIdx.x;
+    const Meta meta = meta_of(a, row);
+    __nv_bfloat16* g = a.grad ? a.grad + row * a.grad_stride : nullptr;
+    if (meta.weight == 0.f || meta.target < 0) {
+        if (g)
+            for (int i = tid; i < a.vd; i += WIDE) g[i] = __float2bfloat16(meta.weight == 0.f ? 0.f : NAN);
+        if (tid == 0) write_outputs(a, row, meta, 0.f, 0.f, -1);
+        return;
+    }
+    const __nv_bfloat16 *d = a.draft + row * a.draft_stride, *t = a.target + meta.target * a.target_stride;
+    // 16-byte accesses where draft, target and gradient reach a 16-byte border together
+    const int head = min(a.vd, (int)((16 - (uintptr_t)d % 16) % 16 / 2));
+    const bool together = (uintptr_t)(t + head) % 16 == 0 && (!g || (uintptr_t)(g + head) % 16 == 0) && (uintptr_t)(d + head) % 16 == 0;
+    const int vectors = together ? (a.vd - head) / 8 : 0, tail = together ? head + vectors * 8 : 0, singles = a.vd - vectors * 8;
+    const uint4 *dv = reinterpret_cast<const uint4*>(d + head), *tv = reinterpret_cast<const uint4*>(t + head);
+
+    Stats s{-BIG, 0.f, a.lse ? meta.t_shift : -BIG, 0.f, 0.f};
+    float top = -INFINITY;
+    int top_at = INT32_MAX;
+    auto raise = [&](float d_new, float t_new) {  // new shifts for the sums so far
+        const float d_max = fmaxf(s.d_max, finite_shift(d_new)), t_max = a.lse ? s.t_max : fmaxf(s.t_max, finite_shift(t_new));
+        if (d_max != s.d_max || t_max != s.t_max) rebase(s, d_max, t_max);
+    };
+    for (int i = tid; i < singles; i += WIDE) {
+        const int at = i < head || !together ? i : tail + i - head;
+        const float value = one(d + at);
+        raise(value, one(t + at));
+        if (value > top || (value == top && at < top_at)) top = value, top_at = at;
+        const uint32_t pair = __bfloat16_as_ushort(d[at]) | 0xFF800000u, t_pair = __bfloat16_as_ushort(t[at]) | 0xFF800000u;
+        first_look(pair, t_pair, s);
+    }
+    for (int i = tid; i < vectors; i += WIDE) {
+        const uint4 x = dv[i], y = tv[i];
+        const float here = max8(x);
+        raise(here, a.lse ? 0.f : max8(y));
+        if (here > top || (here == top && head + i * 8 < top_at)) {
+            const int in8 = find8(x, here);
+            if (in8 < 8) top = here, top_at = head + i * 8 + in8;
+        }
+        first_look(x.x, y.x, s);
+        first_look(x.y, y.y, s);
+        first_look(x.z, y.z, s);
+        first_look(x.w, y.w, s);
+    }
+    s = combine<32>(s);
+    if (tid % 32 == 0) warp_stats[tid / 32] = s;
+    if (tid == 0) best = INT32_MAX;
+    __syncthreads();
+    s = combine<WARPS>(warp_stats[tid % WARPS]);
+    const Row r = finish(s, a.lse != nullptr, meta.weight, a.renormalize);
+    if (top_at != INT32_MAX && finite_shift(top) == s.d_max) atomicMin(&best, top_at);
+
+    float accept = 0.f;
+    for (int i = tid; i < vectors; i += WIDE) {
+        const uint4 x = dv[i], y = tv[i];
+        uint4 out;
+        out.x = second_look(x.x, y.x, r, accept);
+        out.y = second_look(x.y, y.y, r, accept);
+        out.z = second_look(x.z, y.z, r, accept);
+        out.w = second_look(x.w, y.w, r, accept);
+        if (g) __stcs(reinterpret_cast<uint4*>(g + head) + i, out);
+    }
+    for (int i = tid; i < singles; i += WIDE) {
+        const int at = i < head || !together ? i : tail + i - head;
+        const uint32_t pair = __bfloat16_as_ushort(d[at]) | 0xFF800000u, t_pair = __bfloat16_as_ushort(t[at]) | 0xFF800000u;
+        const uint32_t out = second_look(pair, t_pair, r, accept);
+        if (g) g[at] = __ushort_as_bfloat16((unsigned short)(out & 0xFFFFu));
+    }
+    accept = warp_sum(accept);
+    if (tid % 32 == 0) warp_accept[tid / 32] = accept;
+    __syncthreads();
+    if (tid < 32) {
+        accept = warp_sum(tid < WARPS ? warp_accept[tid] : 0.f);
+        if (tid == 0) write_outputs(a, row, meta, r.loss, accept, best);
+    }
+}
+
+__global__ void __launch_bounds__(256) scale_rows(__nv_bfloat16* grad, int64_t stride, int v, const float* scale) {
+    const float factor = scale[blockIdx.x];
+    if (factor == 1.f) return;
+    __nv_bfloat16* row = grad + blockIdx.x * stride;
+    for (int i = threadIdx.x; i < v; i += 256) row[i] = __float2bfloat16(one(row + i) * factor);
+}
+
+template <int THREADS, int CLUSTER>
+int launch_resident(const Args& a, cudaStream_t stream) {
+    const auto kernel = soft_target_resident<THREADS, CLUSTER>;
+    const int share = (a.vd / 8 + CLUSTER - 1) / CLUSTER, bytes = 2 * share * (int)sizeof(uint4);
+    cudaError_t code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (code != cudaSuccess) return code;
+    cudaLaunchConfig_t config{};
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {CLUSTER, 1, 1};
+    config.blockDim = {THREADS, 1, 1};
+    config.gridDim = {CLUSTER, 1, 1};
+    config.dynamicSmemBytes = bytes;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    int clusters = 0;
+    code = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
+    if (code != cudaSuccess) return code;
+    if (clusters == 0) return cudaErrorInvalidConfiguration;
+    config.gridDim.x = (unsigned)(a.n < clusters ? a.n : clusters) * CLUSTER;
+    return cudaLaunchKernelEx(&config, kernel, a);
+}
+
+// The resident kernels by number: blocks a row, threads a block, and the widest row whose part of both inputs stays under LIMIT.
+struct Variant {
+    int (*launch)(const Args&, cudaStream_t);
+    const void* kernel;
+    int cluster;
+};
+constexpr int LIMIT = 98 * 1024;  // bytes of dynamic shared memory a block: 99 KB on SM120, less the static part and 1 KB that the system takes
+template <int THREADS, int CLUSTER>
+constexpr Variant variant_of() {
+    return {launch_resident<THREADS, CLUSTER>, (const void*)soft_target_resident<THREADS, CLUSTER>, CLUSTER};
+}
+const Variant VARIANTS[] = {variant_of<128, 1>(), variant_of<128, 2>(), variant_of<128, 4>(), variant_of<128, 8>(),
+                            variant_of<256, 2>(), variant_of<256, 4>(), variant_of<512, 2>()};
+constexpr int VARIANT_COUNT = sizeof(VARIANTS) / sizeof(VARIANTS[0]);
+
+int prepare_soft_target() {
+    cudaFuncAttributes info;
+    for (const Variant& variant : VARIANTS)
+        if (const cudaError_t code = cudaFuncGetAttributes(&info, variant.kernel)) return code;
+    if (const cudaError_t code = cudaFuncGetAttributes(&info, (const void*)soft_target_wide)) return code;
+    return cudaFuncGetAttributes(&info, (const void*)scale_rows);
+}
+
+}  // namespace aerie
+
+extern "C" int aerie_soft_target_ce(const void* draft, int64_t draft_stride, const void* target, int64_t target_stride, const float* lse, const int64_t* top,
+                                    const float* weights, const int64_t* rows, int64_t n, int64_t m, int64_t vd, int renormalize, float* loss, bool* match,
+                                    float* accept, bool* in_vocab, void* grad, int64_t grad_stride, int variant, cudaStream_t stream) {
+    using namespace aerie;
+    if (n == 0) return 0;
+    if (n > INT32_MAX || vd > INT32_MAX - 8192) return cudaErrorInvalidValue;
+    const Args a{(const __nv_bfloat16*)draft, (const __nv_bfloat16*)target, draft_stride, target_stride, grad_stride, lse, top, weights, rows, n, m, (int)vd,
+                 renormalize != 0, loss, match, accept, in_vocab, (__nv_bfloat16*)grad};
+    const bool vector = vd % 8 == 0 && aligned16(draft, draft_stride, 2) && aligned16(target, target_stride, 2) && (!grad || aligned16(grad, grad_stride, 2));
+    // variant -1 chooses; VARIANT_COUNT is the two-pass kernel
+    if (variant < 0) variant = !vector ? VARIANT_COUNT : vd <= 8192 ? 0 : vd <= 16384 ? 1 : vd <= 32768 ? 2 : vd <= 200704 ? 3 : VARIANT_COUNT;
+    if (variant > VARIANT_COUNT) return cudaErrorInvalidValue;
+    if (variant < VARIANT_COUNT) {
+        const int64_t bytes = (vd / 8 + VARIANTS[variant].cluster - 1) / VARIANTS[variant].cluster * 32;
+        if (!vector || bytes > LIMIT) return cudaErrorInvalidValue;
+        return VARIANTS[variant].launch(a, stream);
+    }
+    soft_target_wide<<<(unsigned)n, WIDE, 0, stream>>>(a);
+    return cudaGetLastError();
+}
+
+extern "C" int aerie_scale_rows(void* grad, int64_t stride, int64_t n, int64_t v, const float* scale, cudaStream_t stream) {
+    if (n == 0 || v == 0) return 0;
+    aerie::scale_rows<<<(unsigned)n, 256, 0, stream>>>((__nv_bfloat16*)grad, stride, (int)v, scale);
+    return cudaGetLastError();
+}
