@@ -66,8 +66,11 @@ def soft_target_ce(
         exp_d = torch.exp(d - dmax)
         total = exp_d.sum(-1, keepdim=True)
         q = torch.where(exp_d == 0, 0.0, exp_d / total)
-        p = _exp_shifted(t, (log_sum_exp(t) if lse is None else lse[pick].to(wide)).unsqueeze(-1))
+        p = _exp_shifted(t, (t.amax(-1) if lse is None else lse[pick].to(wide)).unsqueeze(-1))
         mass = p.sum(-1, keepdim=True)
+        if lse is None:  # divided by the sum rather than shifted by its logarithm: exact also where logits are huge
+            p = torch.where(mass > 0, p / mass, p)
+            mass = torch.where(mass > 0, 1.0, mass)
         accept[block] = torch.where(live, torch.minimum(p, q).sum(-1), 0.0)
         if renormalize:
             p = torch.where(mass > 0, p / mass, 0.0)
@@ -158,7 +161,7 @@ def draft_topk(logits: Tensor, d2t: Tensor | None, k: int) -> tuple[Tensor, Tens
     values, ids = torch.sort(wide, dim=-1, descending=True, stable=True)
     values, ids = values[:, :k], ids[:, :k]
     log_probs = values - log_sum_exp(wide).unsqueeze(-1)
-    return log_probs.float(), ids if d2t is None else ids + d2t[ids]
+    return log_probs.float(), ids.contiguous() if d2t is None else ids + d2t[ids]
 
 
 # --- 5. rows in fp8 ---------------------------------------------------------------------------------------------------------------------------------

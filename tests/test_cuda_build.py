@@ -1,0 +1,88 @@
+"""What nvcc says of the kernels: no spills, at most 99 KB of shared memory a block, every target built, and an interface without torch."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CUDA = Path(__file__).resolve().parents[1] / "cuda"
+sys.path.insert(0, str(CUDA))
+LIMIT = 99 * 1024  # bytes of shared memory a block of SM120 may have
+
+
+def read_ptxas(text: str) -> list[dict]:
+    """One entry a kernel and target: name, arch, registers, static shared memory, stack, spills."""
+    kernels, entry = [], None
+    for line in text.splitlines():
+        if found := re.search(r"Compiling entry function '(.*)' for '(sm_\d+)'", line):
+            entry = {"name": found[1], "arch": found[2]}
+        elif found := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line):
+            entry |= {"stack": int(found[1]), "spill_stores": int(found[2]), "spill_loads": int(found[3])}
+        elif found := re.search(r"Used (\d+) registers", line):
+            smem = re.search(r"(\d+) bytes smem", line)
+            kernels.append(entry | {"registers": int(found[1]), "shared": int(smem[1]) if smem else 0})
+    return kernels
+
+
+def dynamic_shared_limits() -> dict[str, int]:
+    """Largest dynamic shared memory a launch may ask for, by kernel name, from the sources' own constants."""
+    soft = re.search(r"constexpr int LIMIT = (\d+) \* 1024;", (CUDA / "src" / "soft_target.cu").read_text())
+    nodes = re.search(r"MAX_NODES = (\d+);", (CUDA / "src" / "tree.cu").read_text())
+    return {"soft_target_resident": int(soft[1]) * 1024, "build_tree": int(nodes[1]) * 12, "verify_tree_greedy": int(nodes[1]) * 16}
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here")
+@pytest.mark.slow
+def test_build_has_no_spills_and_fits_sm120():
+    subprocess.run(["make", "-s", "-C", str(CUDA)], check=True, timeout=900)
+    kernels = read_ptxas((CUDA / "build" / "ptxas.txt").read_text())
+    assert {kernel["arch"] for kernel in kernels} == {"sm_90", "sm_100", "sm_120"}
+    names = {kernel["name"] for kernel in kernels}
+    dynamic = dynamic_shared_limits()
+    assert len(kernels) == 3 * len(names) and len(names) > 20
+    for kernel in kernels:
+        assert kernel["spill_stores"] == kernel["spill_loads"] == kernel["stack"] == 0, kernel
+        extra = max([size for name, size in dynamic.items() if name in kernel["name"]], default=0)
+        assert kernel["shared"] + extra <= LIMIT, kernel
+        assert kernel["registers"] <= 128, kernel
+    for name in dynamic:
+        assert any(name in kernel for kernel in names)
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here")
+@pytest.mark.slow
+def test_library_exports_what_the_loader_declares():
+    import op_library
+
+    subprocess.run(["make", "-s", "-C", str(CUDA)], check=True, timeout=900)
+    text = subprocess.run(["nm", "-D", "--defined-only", str(op_library.PATH)], check=True, capture_output=True, text=True).stdout
+    exported = {line.split()[-1] for line in text.splitlines() if " T " in line}
+    assert {*op_library.SIGNATURES, "aerie_abi", "aerie_prepare", "aerie_error", "aerie_backward_blocks"} == exported
+    needed = subprocess.run(["ldd", str(op_library.PATH)], check=True, capture_output=True, text=True).stdout
+    assert "torch" not in needed and "libcudart" not in needed
+
+
+def test_header_and_loader_agree():
+    """The C header's argument counts are those that ctypes declares, and the versions are one."""
+    import op_library
+
+    header = (CUDA / "src" / "aerie_drafter.h").read_text()
+    assert f"#define AERIE_ABI {op_library.ABI}" in header
+    declared = {name: arguments.count(",") + 1 for name, arguments in re.findall(r"int (aerie_\w+)\(([^)]+)\);", header)}
+    for name, arguments in op_library.SIGNATURES.items():
+        assert declared[name] == len(arguments) + 1, name
+
+
+def test_sources_need_no_torch():
+    for path in (CUDA / "src").iterdir():
+        assert not re.search(r"#include\s*<(torch|ATen|c10|Python)", path.read_text()), path
+
+
+def test_ptxas_reader_sees_a_spill():
+    text = "ptxas info    : Compiling entry function 'k(int)' for 'sm_120'\n    8 bytes stack frame, 4 bytes spill stores, 4 bytes spill loads\nptxas info    : Used 72 registers, used 1 barriers, 224 bytes smem\n"
+    assert read_ptxas(text) == [{"name": "k(int)", "arch": "sm_120", "stack": 8, "spill_stores": 4, "spill_loads": 4, "registers": 72, "shared": 224}]
