@@ -11,7 +11,8 @@ summary=""
 tests=(tests/test_drafter_ops.py tests/test_drafter_tree.py)
 pytest=("$PY" -m pytest -q -p no:cacheprovider --noconftest --maxfail=8 --durations=5)
 part build make -s -j"$(nproc)" -C cuda ARCHS="$arch" || tail -20 "$out/build.txt"
-part tests timeout 150 "${pytest[@]}" "${tests[@]}" -k cuda; grep -E '^(FAILED|ERROR|E  )|passed|failed' "$out/tests.txt" | cut -c1-220 | head -40
+part tests timeout "${TESTS_S:-150}" "${pytest[@]}" "${tests[@]}" -k cuda; grep -E '^(FAILED|ERROR|E  )|passed|failed' "$out/tests.txt" | cut -c1-220 | head -40
+part bench timeout "${BENCH_S:-150}" "$PY" cuda/bench.py --report "$out/report.json" "$@"; cut -c1-150 "$out/bench.txt"
 # one pass of the tests under the memory checker, a smaller one under the race checker
 # error exit code 99 tells the sanitizer's findings from a test's failure
 sanitize=(timeout "${SANITIZER_S:-60}" compute-sanitizer --error-exitcode 99 --kernel-regex kns=aerie --print-limit 5)
@@ -19,5 +20,4 @@ part memcheck "${sanitize[@]}" --tool memcheck "${pytest[@]}" "${tests[@]}" -k "
 grep -E 'ERROR SUMMARY|passed|failed|Invalid' "$out/memcheck.txt" | sort | uniq -c | head -8
 part racecheck "${sanitize[@]}" --tool racecheck "${pytest[@]}" "${tests[@]}" -k "cuda and (weights or 8192 or frozen or topk or tree or fp8_rows_strides)"
 grep -E 'RACECHECK SUMMARY|ERROR SUMMARY|hazard|passed|failed' "$out/racecheck.txt" | sort | uniq -c | head -8
-part bench timeout 150 "$PY" cuda/bench.py --report "$out/report.json" "$@"; cut -c1-150 "$out/bench.txt"
 printf '%b' "$summary"
