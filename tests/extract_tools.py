@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -119,6 +120,14 @@ class FakeRun:
         """Sample ids in the order they were asked for."""
         return [line.split(".")[2] for line in self.log.read_text().splitlines()]
 
+    def set_extract(self, **options: object) -> None:
+        """Change keys of [extract] in the config file."""
+        text = self.config_path.read_text()
+        for key, value in options.items():
+            text = "".join(line for line in text.splitlines(True) if not line.startswith(f"{key} ="))
+            text = text.replace("[extract]\n", f"[extract]\n{key} = {json.dumps(value)}\n")
+        self.config_path.write_text(text)
+
     def assert_complete(self, expected: list[Sample] | None = None) -> Store:
         """Every sample is in, once, with the values that the fake model makes; every checksum holds; no dump is left."""
         store = Store.open(self.store_path)
@@ -138,3 +147,17 @@ class FakeRun:
         assert not left, left
         assert not list(self.store_path.glob(".*tmp"))
         return store
+
+
+@pytest.fixture
+def fake_run(tmp_path: Path, tiny_model: Callable[..., Path]) -> Iterator[Callable[..., FakeRun]]:
+    runs: list[FakeRun] = []
+
+    def make(name: str = "fake", samples: int = 24, heldout: int = 4, **options) -> FakeRun:
+        made = make_samples(samples + heldout)
+        runs.append(FakeRun(tmp_path, tiny_model("llama"), name, made[heldout:], made[:heldout], **options))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.end_server()

@@ -17,6 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
+from safetensors import safe_open
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
@@ -68,12 +69,9 @@ class Fake:
 
     def choices(self, final: np.ndarray) -> list[int]:
         if self.head is None:
-            import torch
-            from safetensors import safe_open
-
-            with safe_open(Path(self.args.model) / "model.safetensors", "pt") as file:
+            with safe_open(Path(self.args.model) / "model.safetensors", "np") as file:
                 name = "lm_head.weight" if "lm_head.weight" in file.keys() else "model.embed_tokens.weight"
-                self.head = file.get_tensor(name).to(torch.float64).numpy()
+                self.head = file.get_tensor(name).astype(np.float64)
         return [int(token) for token in (final.astype(np.float64) @ self.head.T).argmax(1)]
 
     def header(self, rid: str, rows: int) -> tuple[bytes, dict[str, int]]:

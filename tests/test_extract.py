@@ -3,25 +3,9 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Callable, Iterator
 
 import pytest
-from extract_tools import FakeRun, make_samples
-
-
-@pytest.fixture
-def fake_run(tmp_path: Path, tiny_model: Callable[..., Path]) -> Iterator[Callable[..., FakeRun]]:
-    runs: list[FakeRun] = []
-
-    def make(name: str = "fake", samples: int = 24, heldout: int = 4, **options) -> FakeRun:
-        made = make_samples(samples + heldout)
-        runs.append(FakeRun(tmp_path, tiny_model("llama"), name, made[heldout:], made[:heldout], **options))
-        return runs[-1]
-
-    yield make
-    for run in runs:
-        run.end_server()
+from extract_tools import fake_run  # noqa: F401  (a fixture)
 
 
 def test_a_plain_run_and_a_second_one(fake_run):

@@ -159,14 +159,12 @@ class Extraction:
             self.fatal = self.fatal or exc
 
     def _look_after(self) -> None:
-        """The main thread's rounds: disk, trainer, servers, too many failures."""
+        """The main thread's rounds: disk, trainer, servers, proof."""
         total, _, free = shutil.disk_usage(self.writer.path)
         with self.changed:
             needed = self.in_flight_bytes + min(DISK_MARGIN, total // 50)
             if free < needed:
                 self.outcome.stopped = f"the disk of {self.writer.path} runs short: {free / 1e9:.2f} GB free, {needed / 1e9:.2f} GB needed for what is in flight"
-            if len(self.outcome.failed) > self.options.max_failed:
-                self.outcome.stopped = f"{len(self.outcome.failed)} samples failed for good, more than extract.max_failed = {self.options.max_failed}"
             if self.proof.refuted():
                 self.outcome.stopped = f"`final` is not what the LM head reads: {self.proof.sentence()}, and at least 99% must be equal; were the states made by this target?"
             now = time.monotonic()
@@ -303,6 +301,8 @@ class Extraction:
         self.outcome.failed[task.job.id] = (reason, attempts)
         self.unsettled -= 1
         self.progress.update(0, errors=1)
+        if len(self.outcome.failed) > self.options.max_failed:
+            self.outcome.stopped = f"{len(self.outcome.failed)} samples failed for good, more than extract.max_failed = {self.options.max_failed}; the last reason: {reason}"
         print(f"sample {task.job.id} ({task.job.tokens} tokens) failed for good: {reason}", flush=True)
 
     # ---- dumps
