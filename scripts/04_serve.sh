@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Target + drafter under SGLang speculative decoding: 04_serve.sh CONFIG [--run R] [--set K=V]... [--without-drafter] [--background | --stop]
-# Checks the drafter first, warms up, compares the accept length with training's prediction, starts a dead server again. --help says more.
+# Checks the drafter first, warms up, compares the accept length with training's prediction, starts a dead server again. Python: PY, else the active venv's, else .venv's.
 set -euo pipefail
-scripts=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-python=${PY:-${VENV:-$scripts/../.venv}/bin/python}
-[ -x "$python" ] || python=$(command -v "$python") || { echo "error: no Python at ${PY:-${VENV:-$scripts/../.venv}/bin/python}; run make setup, or name one: PY=/path/to/python" >&2; exit 2; }
-exec "$python" "$scripts/serve_drafter.py" "$@"
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+py=${PY:-${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}}
+py=${py:-$here/../.venv/bin/python}
+command -v "$py" >/dev/null || { echo "error: no Python at $py; run 'make setup', or name one that has SGLang: PY=/path/to/python" >&2; exit 2; }
+exec "$py" "$here/serve_drafter.py" "$@"

@@ -19,7 +19,8 @@ from aerie.serving import launch, record_watcher, refuse_bad_drafter, start_in_b
 
 def foreground(config: Config, mode: str) -> None:
     """Check, launch, warm up, watch; the server ends with this process."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # so that `finally` runs
+    for name in (signal.SIGTERM, signal.SIGHUP):  # so that `finally` runs
+        signal.signal(name, lambda *_: sys.exit(0))
     if mode == "serving":
         refuse_bad_drafter(config)
     record_watcher(config, mode, ready=False)

@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# The numbers of one GPU: 2,000 chats that SmolLM2 answers, states, drafter, served as a chain and as a tree, benchmark. About 6 minutes on an H200.
+# gpu_benchmark.sh OUT [--set KEY=VALUE]...   Reports, pages and logs go to OUT; a table comes last. Python: PY, else the active venv's, else .venv's.
+# A part that fails is named at the end and the rest goes on. Everything runs under runs/gpu-bench and is done again each time.
+set -uo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+out=${1:?usage: gpu_benchmark.sh OUT [--set KEY=VALUE]...}; shift
+py=${PY:-${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}}
+export PY=${py:-$here/../.venv/bin/python}
+cd "$here/.." && mkdir -p "$out"
+config=smollm2-2000 run=gpu-bench tree=gpu-bench-tree runs=${AERIE_RUNS_DIR:-runs}
+# Three servers share the card, each with the decode graphs that the benchmark's concurrencies need.
+common=(--set server.args.mem-fraction-static=0.2 --set 'server.args.cuda-graph-bs-decode=[1,2,4,8,16,32,64,128]' --set server.args.max-running-requests=128 "$@")
+chain=("${common[@]}" --run $run)
+branch=("${common[@]}" --run $tree --set serve.port=30011 --set serve.topk=4 --set serve.num_draft_tokens=16)
+failed=() times=()
+
+step() {  # step NAME COMMAND...: its seconds and its log
+    local name=$1 start=$SECONDS; shift
+    echo "== $name"
+    "$@" 2>&1 | tee "$out/$name.log" | tail -n 25
+    local code=${PIPESTATUS[0]}
+    times+=("$name $((SECONDS - start)) s")
+    [ "$code" -eq 0 ] || { failed+=("$name ($code)"); return 1; }
+}
+
+rm -rf "${runs:?}/$run" "${runs:?}/$tree"
+step prompts "$PY" scripts/make_prompts.py 2300 runs/prompts/smollm2-2000.jsonl
+step target "$PY" scripts/prepare_target.py --config $config "${chain[@]}"
+scripts/04_serve.sh $config "${chain[@]}" --without-drafter --background > "$out/baseline.log" 2>&1 & baseline=$!
+step server scripts/01_launch_server.sh $config "${chain[@]}" --background
+step data "$PY" scripts/02a_prepare_data.py --config $config "${chain[@]}"
+step extract "$PY" scripts/02b_extract_hidden_states_sglang.py --config $config "${chain[@]}"
+scripts/01_launch_server.sh $config "${chain[@]}" --stop
+step train "$PY" scripts/03_train.py --config $config "${chain[@]}" --set train.stop_server=false
+wait $baseline || failed+=("baseline")
+
+# The tree's run shares drafter, data, store report and the plain server with the chain's.
+mkdir -p "$runs/$tree" && for each in drafter data store; do ln -s "$(realpath "$runs/$run/$each")" "$runs/$tree/$each"; done
+cp "$runs/$run/baseline.json" "$runs/$tree/baseline.json"
+scripts/04_serve.sh $config "${branch[@]}" --background > "$out/serve-tree.log" 2>&1 & second=$!
+step serve scripts/04_serve.sh $config "${chain[@]}" --background
+wait $second || failed+=("serve-tree")
+step bench "$PY" scripts/05_benchmark.py --config $config "${chain[@]}" --prompts heldout builtin
+step bench-tree "$PY" scripts/05_benchmark.py --config $config "${branch[@]}" --set 'bench.concurrency=[1,32]' --prompts heldout
+rm -f "$runs/$tree/baseline.json"
+scripts/04_serve.sh $config "${branch[@]}" --stop; scripts/04_serve.sh $config "${chain[@]}" --stop
+
+for each in $run $tree; do
+    for kind in json html png; do [ -f "$runs/$each/bench/report.$kind" ] && cp "$runs/$each/bench/report.$kind" "$out/$each.$kind"; done
+done
+cp "$runs/$run/drafter/report.json" "$out/train.json"; cp "$runs/$run/store/report.json" "$out/extract.json"; cp "$runs/$run/data/report.json" "$out/data.json"
+printf '%s\n' "${times[@]}"
+"$PY" - "$out" <<'TABLE'
+import json, pathlib, sys
+out = pathlib.Path(sys.argv[1])
+for name in ("gpu-bench", "gpu-bench-tree"):
+    path = out / f"{name}.json"
+    if path.is_file():
+        report = json.loads(path.read_text())
+        print(name, f"steps {report['num_steps']} topk {report['topk']}: accept length {report['accept_length']:.3f}, predicted {report['predicted_accept_length']}, gap {report['gap']}")
+        for kind, one in report["sets"].items():
+            print(" ", kind, "texts", {key: one["lossless"][key] for key in ("compared", "equal", "near_ties")}, "different", len(one["lossless"]["different"]))
+            for level in one["levels"]:
+                print("   ", level["concurrency"], f"{level['baseline']['tok_s']:.0f} -> {level['speculative']['tok_s']:.0f} tok/s ({level['speedup']:.2f}x), accept {level['speculative']['accept_length']:.3f}")
+TABLE
+[ ${#failed[@]} -eq 0 ] || { echo "failed: ${failed[*]}"; exit 1; }
