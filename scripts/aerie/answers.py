@@ -14,7 +14,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Callable
+from typing import Any, BinaryIO, Callable, Protocol
 
 import numpy as np
 import requests
@@ -192,6 +192,16 @@ class AnswerServer:
         return self._local.session
 
 
+class Renders(Protocol):
+    """What walk() needs of a ChatTokenizer."""
+
+    def prompt(self, chat: Chat, index: int) -> list[int]: ...
+
+    def turn(self, chat: Chat, index: int) -> Turn: ...
+
+    def message_of(self, answer: list[int]) -> dict[str, Any]: ...
+
+
 @dataclass
 class Walked:
     """One chat with its answers: the turns, and what happened on the way."""
@@ -203,7 +213,7 @@ class Walked:
     missing: int = 0  # answers that were not to be had
 
 
-def walk(tokenizer: ChatTokenizer, chat: Chat, answer_of: Callable[[list[int], Chat, int], Answer | None], keep_truncated: bool) -> Walked:
+def walk(tokenizer: Renders, chat: Chat, answer_of: Callable[[list[int], Chat, int], Answer | None], keep_truncated: bool) -> Walked:
     """Replay a chat with the target's own answers in place of the recorded ones, turn by turn.
 
     Where recorded tool results follow, they belong to the recorded calls: the target's own answer becomes a turn, the recorded one stays in the history.

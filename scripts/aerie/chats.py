@@ -74,7 +74,7 @@ def _text(value: Any, where: str) -> str:
         parts = [part if isinstance(part, str) else part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in value]
         if any(not isinstance(part, str) for part in parts):
             raise BadRow(f"{where} holds a part that is not text")
-        value = "\n".join(parts)
+        value = " ".join(parts)  # as SGLang does
     if not isinstance(value, str):
         raise BadRow(f"{where} is {type(value).__name__}, not text")
     if not value.isascii():
@@ -110,6 +110,7 @@ def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _tools(value: Any) -> list[dict[str, Any]] | None:
+    """Tool schemas exactly as SGLang 0.5.23 hands them to a template (protocol.py, Tool and Function): keys in their order, absent ones null."""
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
@@ -119,7 +120,15 @@ def _tools(value: Any) -> list[dict[str, Any]] | None:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise BadRow("tools is not a list of objects")
-    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in value]
+    clean = []
+    for number, tool in enumerate(value):
+        function = tool.get("function", tool)
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise BadRow(f"tools[{number}] has no function with a name")
+        schema = {key: item for key, item in function.items() if key in ("description", "name", "parameters") or key == "strict" and item is not None}
+        schema |= {key: None for key in ("description", "parameters") if key not in schema}
+        clean.append({"type": "function", "function": schema, "defer_loading": None})
+    return clean
 
 
 def _openai_message(message: Any, where: str) -> dict[str, Any]:

@@ -74,7 +74,6 @@ class Preparation:
         self.seconds: dict[str, float] = {}
         self.asked: Counter[str] = Counter()
         self.tokenizer = ChatTokenizer.of(config)
-        self._render_lock = threading.Lock()  # tokenizers and templates are not promised to be safe for threads
 
     def chats(self, rejected: Rejected | None) -> Iterator[Chat]:
         """Every usable chat once, in the order of files and lines; bad rows go to `rejected` on the pass that counts."""
@@ -128,6 +127,8 @@ class Preparation:
         progress = Progress(total, "answered", "chats")
         checked, lock = threading.Event(), threading.Lock()
 
+        locked = LockedTokenizer(self.tokenizer, threading.Lock())
+
         def answer_of(prompt: list[int], history: Chat, count: int) -> Answer | None:
             key = answer_key(prompt, settings)
             if key in log:
@@ -151,7 +152,7 @@ class Preparation:
             return answer
 
         def one(chat: Chat) -> None:
-            walk(self._locked, chat, answer_of, keep_truncated=True)
+            walk(locked, locked.guarded(chat), answer_of, keep_truncated=True)
 
         start = time.monotonic()
         with ThreadPoolExecutor(config.data.concurrency) as pool:
@@ -188,6 +189,7 @@ class Preparation:
 
     def turns(self, chat: Chat, log: AnswerLog | None) -> list[Turn]:
         """The chat's turns: its own answers, or those of the log."""
+        chat = self.tokenizer.guarded(chat)
         if log is None:
             return recorded(self.tokenizer, chat)
         found: Walked = walk(
@@ -294,16 +296,16 @@ class Preparation:
             "answers": "target" if self.regenerate else "recorded",
         }  # fmt: skip
 
-    @property
-    def _locked(self) -> ChatTokenizer:
-        return LockedTokenizer(self.tokenizer, self._render_lock)  # type: ignore[return-value]
-
 
 class LockedTokenizer:
-    """The three calls that walk() makes, one thread at a time."""
+    """The calls that answering makes, one thread at a time: tokenizers and templates are not promised to be safe for threads."""
 
     def __init__(self, tokenizer: ChatTokenizer, lock: threading.Lock):
         self._tokenizer, self._lock = tokenizer, lock
+
+    def guarded(self, chat: Chat) -> Chat:
+        with self._lock:
+            return self._tokenizer.guarded(chat)
 
     def prompt(self, chat: Chat, index: int) -> list[int]:
         with self._lock:
