@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from aerie.answers import AnswerLog
+from aerie.answer_log import AnswerLog
 from aerie.config import add_config_arguments, config_from_args
 from aerie.errors import run_main
 from aerie.prepare import MIN_SUPERVISED, Preparation, Rejected

@@ -49,6 +49,9 @@ class Data:
 
     inputs: list[str] = field(default_factory=list)  # JSONL or JSON files
     regenerate: bool = True  # let the target write the answers
+    url: str = ""  # who writes the answers: http://HOST:PORT of an SGLang server, or an OpenAI-compatible URL that ends in /v1; default: the extraction server
+    model: str = ""  # the model's name at an OpenAI-compatible URL; default: the first that it lists
+    api_key_env: str = ""  # environment variable that holds the key of an OpenAI-compatible URL
     temperature: float = 0.0
     top_p: float = 1.0
     max_new_tokens: int = 1024

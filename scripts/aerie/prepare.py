@@ -11,13 +11,14 @@ import threading
 import time
 from array import array
 from collections import Counter
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Iterator, NamedTuple
 
 import numpy as np
 
-from .answers import Answer, AnswerLog, AnswerServer, NoAnswer, Walked, answer_key, recorded, walk
+from .answer_log import Answer, AnswerLog, answer_key
+from .answer_server import AnswerServer, NoAnswer
+from .answers import recorded, run_many, walk
 from .chats import BadRow, Chat, read_rows
 from .config import Config
 from .errors import UserError
@@ -27,7 +28,6 @@ from .progress import Progress
 from .render import MASK_RULE, ChatTokenizer, Turn, rows_of, supervised_predictions
 from .rid import sample_id
 from .samples import Sample, SampleWriter
-from .servers import url_of
 from .vocab import COVERAGE_SIZES, coverage, rank_ids, write_vocab_map
 
 MIN_SUPERVISED = 0.05  # below this share of supervised tokens something is probably wrong with the mask
@@ -119,71 +119,47 @@ class Preparation:
 
     def write_answers(self, selection: Selection, log: AnswerLog, rejected: Rejected) -> None:
         """Ask the target for every answer that the log does not hold, many chats at once."""
-        config = self.config
-        urls = config.server.urls or [url_of(config, "extraction")]
-        server = AnswerServer(config, urls, self.tokenizer)
-        settings = server.settings(model_hash(config.model_path))
-        total = selection.heldout + selection.train
-        progress = Progress(total, "answered", "chats")
-        checked, lock = threading.Event(), threading.Lock()
+        server = AnswerServer(self.config)
+        self.answer_settings = server.settings(model_hash(self.config.model_path))
+        progress = Progress(selection.heldout + selection.train, "answered", "chats")
+        locked, lock, checked = LockedTokenizer(self.tokenizer), threading.Lock(), threading.Event()
 
-        locked = LockedTokenizer(self.tokenizer, threading.Lock())
-
-        def answer_of(prompt: list[int], history: Chat, count: int) -> Answer | None:
-            key = answer_key(prompt, settings)
+        def answer_of(prompt: list[int], history: Chat) -> Answer | None:
+            key = answer_key(prompt, self.answer_settings)
             if key in log:
                 return log.get(key)
-            with lock:
+            with lock:  # the server need not be there when the log holds every answer
                 if not checked.is_set():
                     server.check()
                     checked.set()
             start = time.monotonic()
             try:
-                answer = server.ask(prompt, history, count)
+                answer = server.ask(prompt, history)
             except NoAnswer as exc:
                 with lock:
                     rejected.add(history.source, history.messages, str(exc))
                 return None
             log.add(key, answer)
             with lock:
-                self.asked["answers"] += 1
-                self.asked["tokens"] += len(answer.output_ids)
+                self.asked.update(answers=1, tokens=len(answer.output_ids))
                 progress.update(0, tokens=len(answer.output_ids), request_seconds=time.monotonic() - start)
             return answer
 
         def one(chat: Chat) -> None:
-            walk(locked, locked.guarded(chat), answer_of, keep_truncated=True)
+            if chat.input_ids is None:
+                walk(locked, locked.guarded(chat), answer_of, keep_truncated=True)
 
         start = time.monotonic()
-        with ThreadPoolExecutor(config.data.concurrency) as pool:
-            running: set[Future] = set()
-            try:
-                for chat, _ in self.selected(selection):
-                    if chat.input_ids is not None:
-                        progress.update()
-                        continue
-                    running.add(pool.submit(one, chat))
-                    if len(running) >= config.data.concurrency:
-                        running = self._collect(running, progress, rejected)
-                while running:
-                    running = self._collect(running, progress, rejected)
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        try:
+            for problem in run_many((chat for chat, _ in self.selected(selection)), one, self.config.data.concurrency):
+                if problem is not None and not isinstance(problem, BadRow):  # a bad row is rejected, and counted, when rows are written
+                    raise problem
+                with lock:
+                    progress.update(errors=rejected.count - progress.errors)
+        finally:
+            server.stopped.set()
         progress.close()
         self.seconds["answers"] = time.monotonic() - start
-        self.answer_settings = settings
-
-    @staticmethod
-    def _collect(running: set[Future], progress: Progress, rejected: Rejected) -> set[Future]:
-        done, left = wait(running, return_when=FIRST_COMPLETED)
-        for future in done:
-            try:
-                future.result()
-            except BadRow:
-                pass  # the same row is rejected again, and counted, when rows are written
-            progress.update()
-        return left
 
     # -- rows ------------------------------------------------------------------------------------------------------------------------------------------
 
@@ -192,9 +168,7 @@ class Preparation:
         chat = self.tokenizer.guarded(chat)
         if log is None:
             return recorded(self.tokenizer, chat)
-        found: Walked = walk(
-            self.tokenizer, chat, lambda prompt, history, count: log.get(answer_key(prompt, self.answer_settings)), self.config.data.truncated_answers == "keep"
-        )
+        found = walk(self.tokenizer, chat, lambda prompt, _: log.get(answer_key(prompt, self.answer_settings)), self.config.data.truncated_answers == "keep")
         self.counts["truncated_answers"] += found.truncated
         self.counts["missing_answers"] += found.missing
         self.counts["retokenised_answers"] += found.retokenised
@@ -300,8 +274,8 @@ class Preparation:
 class LockedTokenizer:
     """The calls that answering makes, one thread at a time: tokenizers and templates are not promised to be safe for threads."""
 
-    def __init__(self, tokenizer: ChatTokenizer, lock: threading.Lock):
-        self._tokenizer, self._lock = tokenizer, lock
+    def __init__(self, tokenizer: ChatTokenizer):
+        self._tokenizer, self._lock = tokenizer, threading.Lock()
 
     def guarded(self, chat: Chat) -> Chat:
         with self._lock:

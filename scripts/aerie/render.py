@@ -133,30 +133,48 @@ class ChatTokenizer(TargetTokenizer):
         return message
 
     def _answer_behind_other_prompt(self, chat: Chat, index: int, prompt_text: str, whole_text: str) -> str:
-        """The answer's text where the generation prompt says more than the rendering of a finished turn does.
+        """The answer's text where the rendering of the finished turn does not go on from the prompt.
 
-        So it is with templates that open, or open and close, a thinking block in the generation prompt only. The server goes on from there: behind a closed block
-        comes the content alone, behind an open one the reasoning and then the block's end, written as its beginning was:
-        '<think>' -> '</think>', '<think>\\n' -> '\\n</think>\\n\\n'.
+        Either the template rewrites the history once the turn is finished (harmony drops analysis then), or its generation prompt says more than the finished
+        turn does: it opens, or opens and closes, a thinking block. The server goes on from the prompt: behind a closed block comes the content alone, behind an
+        open one the reasoning and then the block's end, written as its beginning was: '<think>' -> '</think>', '<think>\\n' -> '\\n</think>\\n\\n'.
         """
         message = chat.messages[index]
-        probe_text = self.render(chat, index, generation_prompt=False, last={"role": "assistant", "content": PROBE})
-        header = probe_text[: probe_text.rfind(PROBE)] if PROBE in probe_text else None
-        if header is not None and not whole_text.startswith(header):
-            whole_text = self.render(chat, index, generation_prompt=False, last={key: value for key, value in message.items() if key != "reasoning_content"})
-        if header is None or not prompt_text.startswith(header) or not whole_text.startswith(header):
+        before = self.render(chat, index, generation_prompt=False)
+        probed = self.render(chat, index, generation_prompt=False, last={"role": "assistant", "content": PROBE})
+        start = _end_of_history(before, probed[: max(probed.rfind(PROBE), 0)])
+        if not prompt_text.startswith(before) or start is None or whole_text[:start] != probed[:start]:
             raise BadRow("the template begins a finished turn otherwise than its generation prompt does, in a way that is not known here")
-        supplied, rest = prompt_text[len(header) :], whole_text[len(header) :]
-        opened = OPEN_THINK.search(supplied)
+        supplied, header, body = prompt_text[len(before) :], probed[start : probed.rfind(PROBE)], whole_text[start:]
+        if body.startswith(supplied):
+            return body[len(supplied) :]
+        if not body.startswith(header):  # reasoning that this prompt leaves no room for, or that the rule below puts in its place
+            body = self.render(chat, index, generation_prompt=False, last={key: value for key, value in message.items() if key != "reasoning_content"})[start:]
+        if not supplied.startswith(header) or not body.startswith(header):
+            raise BadRow("the template begins a finished turn otherwise than its generation prompt does, in a way that is not known here")
+        rest = body[len(header) :]
+        opened = OPEN_THINK.search(supplied[len(header) :])
         if not opened:
             return rest
         tag, space = opened.groups()
         if rest.startswith(tag):
             return rest[len(tag) :].lstrip()  # the rendering has the block itself, with other space after its beginning
-        inline = THINK_BLOCK.match(message["content"])
-        reasoning = (message.get("reasoning_content") or (inline[1] if inline else "")).strip()
-        close = f"{tag[0]}/{tag[1:]}"
-        return f"{reasoning}{space}{close}{space * 2}{rest}"
+        reasoning = message.get("reasoning_content", "")
+        if not reasoning and (inline := THINK_BLOCK.match(message["content"])):
+            reasoning, rest = inline[1], rest.lstrip("\n")
+        reasoning = reasoning.strip()
+        return f"{reasoning}{space}{tag[0]}/{tag[1:]}{space * 2}{rest}"
+
+
+def _end_of_history(before: str, header: str) -> int | None:
+    """Where in `header` (history + the beginning of a finished turn) the history ends; `before` is the history as it was before the turn was finished."""
+    if header.startswith(before):
+        return len(before)
+    for size in (256, 64, 16, 8):
+        place = header.rfind(before[-size:])
+        if place >= 0:
+            return place + len(before[-size:])
+    return None
 
 
 def _arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:

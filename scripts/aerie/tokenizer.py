@@ -11,7 +11,7 @@ from .errors import UserError
 from .identity import read_model_config, text_config, tokenizer_hash
 
 GUARD = "\uf8f2"  # a private-use character put into text that looks like a special token, so that it is not read as one; never reaches the ids
-MARKER = re.compile(r"think|tool|function|reason|call|channel|message|constrain|return|section|argument|answer|response|im_end|eot|eom", re.IGNORECASE)
+MARKER = re.compile(r"^<\|(?:start|end)\|>$|python|think|tool|function|reason|call|channel|message|constrain|return|section|argument|answer|response|im_end|eot|eom", re.IGNORECASE)
 NOT_MARKER = re.compile(r"reserved|unused|image|audio|vision|video|fim|media|pad|mask|placeholder", re.IGNORECASE)
 INLINE = re.compile(r"think|tool|function|channel|message|constrain", re.IGNORECASE)  # markers that recorded answers hold on purpose
 
