@@ -219,3 +219,31 @@ def test_public_layouts(tmp_path: Path, target: Path) -> None:
 def test_from_another_folder_with_help(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(SCRIPTS / "check_drafter.py"), "--help"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "--target" in done.stdout
+
+
+def test_for_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """The ids of an exported folder are the capture points, at the top level; each engine's check refuses the other's folder."""
+    from cpu_tools import write_config
+
+    for name, target_config, ids, points in (("llama", LLAMA_TARGET, [1, 2, 4], [2, 3, 5]), ("mla", MLA_TARGET, [2, 3, 5], [2, 3, 5])):
+        target = write_target(tmp_path / f"target-{name}", target_config)
+        config, tensors = llama_drafter()
+        config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = ids
+        training = {"aux_layer_ids": ids, "capture_points": points}
+        folder = write_drafter(tmp_path / f"drafter-{name}", config, tensors, training)
+        path = write_config(tmp_path / f"{name}.toml", target, ids, target={"dtype": "bfloat16"})
+        output = tmp_path / f"vllm-{name}"
+        monkeypatch.setattr(sys, "argv", ["export_drafter.py", str(output), "--for", "vllm", "--drafter", str(folder), "--config", str(path)])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(SCRIPTS / "export_drafter.py"), run_name="__main__")
+        assert not ended.value.code, capsys.readouterr().err
+        written = json.loads((output / "config.json").read_text())
+        assert written["eagle_aux_hidden_state_layer_ids"] == points and "eagle_aux_hidden_state_layer_ids" not in written["eagle_config"]
+        assert run_script(monkeypatch, output, "--target", target, "--for", "vllm") == 0
+        assert run_script(monkeypatch, output, "--target", target) == 1 and ": eagle_aux_hidden_state_layer_ids: " in capsys.readouterr().err
+        assert run_script(monkeypatch, folder, "--target", target, "--for", "vllm") == 1
+    config["fc_norm"] = True
+    normed = tensors | {f"fc_norm.{index}.weight": torch.ones(HIDDEN) for index in range(3)}
+    config["eagle_aux_hidden_state_layer_ids"] = points
+    assert run_script(monkeypatch, write_drafter(tmp_path / "normed", config, normed), "--target", target, "--for", "vllm") == 1
+    assert ": fc_norm: " in capsys.readouterr().err

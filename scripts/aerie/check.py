@@ -1,6 +1,7 @@
 """Is a drafter's folder one that SGLang will draft well with? Every key and tensor that its loader reads, before the server is launched.
 
 SGLang's loader reports none of these: a missing tensor keeps random values, a missing key gets a default, and the server answers 200 and is only slower.
+With engine "vllm" the same for vLLM's llama_eagle3.py and its capture of auxiliary states (vllm/v1/worker; read at the sources of early 2026, not run here).
 Sources: sglang/srt/models/llama_eagle3.py, kimi_k25_eagle3.py, model_executor/model_runner_components/spec_aux_hidden_state.py, configs/model_config.py (0.5.17 to 0.5.23).
 """
 
@@ -59,6 +60,7 @@ class Serving:
     attention_backend: str = ""  # --attention-backend
     draft_attention_backend: str = ""  # --speculative-draft-attention-backend
     gpu: bool = False
+    engine: str = "sglang"  # or vllm: another place and another meaning of the auxiliary ids, fewer options
     store: dict[str, Any] = field(default_factory=dict)  # the manifest of the store that the drafter was trained on
 
 
@@ -120,8 +122,9 @@ class Check:
             return
         names = self.config.get("architectures") or []
         self.arch = names[0] if names else ""
-        ok = self.arch in ARCHITECTURES
-        yield Line(ok, "architectures", self.arch if ok else f"{names or 'missing'}; SGLang's EAGLE-3 classes are {' and '.join(ARCHITECTURES)}")
+        known = ARCHITECTURES if self.serving.engine == "sglang" else (LLAMA,)
+        ok = self.arch in known
+        yield Line(ok, "architectures", self.arch if ok else f"{names or 'missing'}; the EAGLE-3 classes of {self.serving.engine} that are known here: {' and '.join(known)}")
         if not ok:
             return
         self.names = {canonical_name(name, self.arch): name for name in self.folder.tensors}
@@ -164,9 +167,14 @@ class Check:
             yield Line(True, "num_hidden_layers", str(said))
 
     def aux_ids(self) -> list[int]:
-        """The auxiliary layer ids of eagle_config, [] when there are none to read."""
-        ids = (self.config["eagle_config"] or {}).get("eagle_aux_hidden_state_layer_ids")
+        """The auxiliary layer ids where the engine reads them (SGLang: in eagle_config, vLLM: at the top level), [] when there are none."""
+        place = self.config if self.serving.engine == "vllm" else self.config["eagle_config"] or {}
+        ids = place.get("eagle_aux_hidden_state_layer_ids")
         return ids if isinstance(ids, list) else []
+
+    def points(self, ids: list[int]) -> list[int]:
+        """'State after N decoder layers' that the engine makes of ids: vLLM takes them as they are."""
+        return list(ids) if self.serving.engine == "vllm" else capture_points(self.target, ids)
 
     def aux_count(self) -> int:
         """How many states fc reads, as SGLang resolves it."""
@@ -175,23 +183,24 @@ class Check:
     def aux_layers(self) -> Iterator[Line]:
         key, ids, depth = "eagle_aux_hidden_state_layer_ids", self.aux_ids(), self.target["num_hidden_layers"]
         if not ids or not all(isinstance(value, int) for value in ids):
-            yield Line(False, key, f"missing in eagle_config; without it {WHY['eagle_config']}")
+            where = "at the top level of config.json" if self.serving.engine == "vllm" else "in eagle_config"
+            yield Line(False, key, f"missing {where}; without it {WHY['eagle_config']}")
             return
-        points = capture_points(self.target, ids)
+        points = self.points(ids)
         if sorted(set(ids)) != ids:
             yield Line(False, key, f"{ids} must rise without repeats")
         elif points[0] < 0 or points[-1] >= depth:
             yield Line(False, key, f"{ids} asks for states after {points} decoder layers, but the target has {depth} and its last state to capture is after {depth - 1}")
         else:
             yield Line(True, key, f"{ids}: the states after {', '.join(map(str, points))} of {depth} decoder layers")
-        if self.config["eagle_config"].get("use_aux_hidden_state", True) is not True:
+        if (self.config["eagle_config"] or {}).get("use_aux_hidden_state", True) is not True:
             yield Line(False, "use_aux_hidden_state", "must be true: without it the server feeds the last state instead of the auxiliary ones")
         count = self.config.get("num_aux_hidden_states")
         if count is not None and count != len(ids):
             yield Line(False, "num_aux_hidden_states", f"{count}, but eagle_config names {len(ids)} layers")
         recorded = (("training.json", self.training), ("the store", self.serving.store))
         for where, record in recorded:
-            if record.get("aux_layer_ids", ids) != ids:
+            if self.serving.engine == "sglang" and record.get("aux_layer_ids", ids) != ids:
                 yield Line(False, key, f"{ids}, but {where} says that it was trained on {record['aux_layer_ids']}")
             elif record.get("capture_points", points) != points:
                 yield Line(False, "capture_points", f"this target captures after {points} layers, but {where} says that it was trained on the states after {record['capture_points']}")
@@ -215,10 +224,16 @@ class Check:
         nested = (self.config["eagle_config"] or {}).get("norm_before_fc")
         if nested is not None and "norm_before_fc" in self.config and bool(nested) != bool(self.config["norm_before_fc"]):
             yield Line(False, "norm_before_fc", f"{nested} in eagle_config and {self.config['norm_before_fc']} at the top level")
+        if self.serving.engine == "vllm":
+            for name in ("fc_norm", "use_aux_norm", "norm_output", "norm_before_fc", "bias"):
+                if self.config.get(name) or (name == "norm_before_fc" and norm_before_fc(self.config)):
+                    yield Line(False, name, "true, which vLLM's llama_eagle3.py does not read: it would draft with another network than was trained")
+            if len(self.aux_ids()) != 3:
+                yield Line(False, "eagle_aux_hidden_state_layer_ids", f"names {len(self.aux_ids())} layers, vLLM's fc reads 3")
+        elif self.config.get("norm_before_residual"):
+            yield Line(False, "norm_before_residual", "true, which SGLang does not read: the residual would be another than in training")
         if self.arch == MLA and norm_before_fc(self.config):
             yield Line(False, "norm_before_fc", f"true, which {MLA} does not read: the states would not be normed")
-        if self.config.get("norm_before_residual"):
-            yield Line(False, "norm_before_residual", "true, which SGLang does not read: the residual would be another than in training")
         flags = [name for name in ("fc_norm", "use_aux_norm", "norm_output") if self.config.get(name)] + (["norm_before_fc"] if norm_before_fc(self.config) else [])
         for name in ("fc_norm", "norm_before_fc", "norm_output"):
             if name in self.training and bool(self.training[name]) != (name in flags):
