@@ -13,6 +13,7 @@ from .check import Check, Serving, table
 from .config import Config
 from .errors import EXIT_FAILED, UserError
 from .generate import Prompt, accept_length, generate_all, prompts_of
+from .host_memory import refuse_short_memory
 from .report import write_json
 from .samples import SampleFile
 from .servers import Server, has_gpu, server_args, start_ticks, watcher_path, watcher_record
@@ -95,6 +96,7 @@ def warm_up(config: Config, server: Server) -> str:
 
 def launch(config: Config, mode: str) -> Server:
     """Start the server of `mode` and wait until it is ready. Ends it again when something on the way fails."""
+    refuse_short_memory(config, mode)
     server = Server.start(config, mode)
     try:
         print(f"starting the {mode} server on {server.url} (log: {server.log})", flush=True)

@@ -1,0 +1,75 @@
+"""04_serve.sh without a server: refusals before launch, host memory, the background watcher; with one: see test_serving_server.py."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from aerie.config import Config, load_config
+from aerie.errors import UserError
+from aerie.host_memory import needed_bytes, refuse_short_memory
+from cpu_tools import write_config
+from serve_folders import LLAMA_TARGET, llama_drafter, write_drafter, write_target
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+
+
+@pytest.fixture
+def config(tmp_path: Path, request: pytest.FixtureRequest) -> Config:
+    target = write_target(tmp_path / "target", LLAMA_TARGET | {"torch_dtype": "float32"})
+    path = write_config(tmp_path / "c.toml", target, [1, 2, 4])
+    config = load_config(str(path), "serve-" + str(abs(hash(request.node.name)))[:8])
+    write_drafter(config.run.drafter, *llama_drafter(torch.float32), {"predicted_accept_length": 2.5})
+    return config
+
+
+def serve(config: Config, *words: str, cwd: Path | None = None) -> subprocess.CompletedProcess:
+    command = [str(SCRIPTS / "04_serve.sh"), str(config.path), "--run", config.run.name, *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=os.environ | {"PY": sys.executable}, cwd=cwd)
+
+
+def test_a_bad_drafter_is_refused_before_launch(config: Config, tmp_path: Path) -> None:
+    drafter, tensors = llama_drafter(torch.float32)
+    del tensors["lm_head.weight"]
+    write_drafter(config.run.drafter, drafter, tensors)
+    done = serve(config, "--background", cwd=tmp_path)
+    assert done.returncode == 1 and "lm_head.weight" in done.stdout and "nothing was launched" in done.stdout and "Traceback" not in done.stdout + done.stderr
+    assert not (config.run.root / "serving.json").exists() and not (config.run.root / "serving-watcher.json").exists()
+
+
+def test_no_drafter_at_all(config: Config) -> None:
+    for name in ("config.json", "model.safetensors", "training.json"):
+        (config.run.drafter / name).unlink()
+    config.run.drafter.rmdir()
+    done = serve(config)
+    assert done.returncode == 2 and "does not exist; train one with `make train`" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_port_in_use(config: Config) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", config.serve.port))
+        other.listen()
+        done = serve(config)
+    assert done.returncode == 2 and f"port {config.serve.port}" in done.stderr and "serve.port" in done.stderr and "Traceback" not in done.stderr
+    assert not (config.run.root / "serving-watcher.json").exists()
+
+
+def test_stop_without_a_server(config: Config) -> None:
+    done = serve(config, "--stop")
+    assert done.returncode == 0 and "no serving or baseline server" in done.stdout
+
+
+def test_host_memory(config: Config) -> None:
+    (Path(config.model_path) / "model.safetensors").write_bytes(b"x" * 1_000_000)
+    drafter = (config.run.drafter / "model.safetensors").stat().st_size
+    assert needed_bytes(config, "baseline", gpu=False) == 3.5e9 + 1e6 and needed_bytes(config, "serving", gpu=False) == 3.5e9 + 1e6 + drafter
+    config.server.args["tp"] = 4
+    assert needed_bytes(config, "serving", gpu=True) == 4 * (4e9 + 1e6)
+    refuse_short_memory(config, "serving", available=20e9)
+    with pytest.raises(UserError, match="1.0 GB of host memory are free"):
+        refuse_short_memory(config, "serving", available=1e9)
