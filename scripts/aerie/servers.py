@@ -225,6 +225,14 @@ def stop_mode(config: Config, mode: str) -> bool:
     return watched or server is not None
 
 
+def advice(reason: str) -> str:
+    """What to do about a server's last words, '' where nothing better is known."""
+    low = reason.lower()
+    if "out of memory" in low or "not enough memory" in low:
+        return "; end what holds the memory (nvidia-smi shows it), or change server.args.mem-fraction-static or context-length"
+    return ""
+
+
 class Server:
     """One SGLang server: started here, or found again by its record."""
 
@@ -314,7 +322,11 @@ class Server:
         except FileNotFoundError:
             return "no log was written"
         telling = [line for line in lines if "Error" in line or "error:" in line or "Exception" in line or "out of memory" in line]
-        return (telling or lines or ["the log is empty"])[-1][-300:]
+        reason = (telling or [f"no error in its log, which ends with: {line}" for line in lines[-1:]] or ["the log is empty"])[-1][-300:]
+        code = self.process.poll() if self.process is not None else None
+        if code is not None and code < 0:
+            reason = f"killed by signal {-code}{' (out of host memory?)' if code == -signal.SIGKILL else ''}; {reason}"
+        return reason + advice(reason)
 
     def stop(self) -> None:
         """End the server and all its children, and whoever would start it again; does nothing when it is gone."""
