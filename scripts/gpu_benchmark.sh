@@ -9,8 +9,8 @@ py=${PY:-${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}}
 export PY=${py:-$here/../.venv/bin/python}
 cd "$here/.." && mkdir -p "$out"
 config=smollm2-2000 run=gpu-bench tree=gpu-bench-tree runs=${AERIE_RUNS_DIR:-runs}
-# Three servers share the card, each with the decode graphs that the benchmark's concurrencies need.
-common=(--set server.args.mem-fraction-static=0.2 --set 'server.args.cuda-graph-bs-decode=[1,2,4,8,16,32,64,128]' --set server.args.max-running-requests=128 "$@")
+# Servers share the card and start side by side: a small cache each, and the decode graphs that the concurrencies need.
+common=(--set server.args.mem-fraction-static=0.2 --set server.args.max-total-tokens=131072 --set 'server.args.cuda-graph-bs-decode=[1,2,4,8,16,32,64,128]' --set server.args.max-running-requests=128 "$@")
 chain=("${common[@]}" --run $run)
 branch=("${common[@]}" --run $tree --set serve.port=30011 --set serve.topk=4 --set serve.num_draft_tokens=16)
 failed=() times=()
