@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from aerie.check import SGLANG_VERSIONS, Check, Serving, table
 from aerie.config import add_config_arguments, config_from_args
 from aerie.errors import EXIT_FAILED, UserError, run_main
+from aerie.report import versions
 from aerie.serving import read_manifest, serving_of
 
 
@@ -29,6 +30,7 @@ def main() -> int:
     target = args.target or config.model_path
     serving = serving_of(config, read_manifest(config)) if config else Serving()
     serving.engine = args.engine
+    serving.server_version = args.server_version or (versions()["sglang"] or "")
     check = Check(drafter, target, serving)
     lines = check.run()
     print(f"drafter {drafter}\ntarget  {target}\n{table(lines)}")

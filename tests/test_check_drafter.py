@@ -247,3 +247,8 @@ def test_for_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     config["eagle_aux_hidden_state_layer_ids"] = points
     assert run_script(monkeypatch, write_drafter(tmp_path / "normed", config, normed), "--target", target, "--for", "vllm") == 1
     assert ": fc_norm: " in capsys.readouterr().err
+
+
+def test_a_version_that_nobody_read(tmp_path: Path, target: Path) -> None:
+    check = Check(write_drafter(tmp_path / "drafter", *llama_drafter()), target, Serving(server_version="0.9.0"))
+    assert [line.key for line in check.run() if line.ok is None] == ["SGLang", "training.json"] and not check.failed

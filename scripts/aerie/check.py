@@ -60,6 +60,7 @@ class Serving:
     attention_backend: str = ""  # --attention-backend
     draft_attention_backend: str = ""  # --speculative-draft-attention-backend
     gpu: bool = False
+    server_version: str = ""  # of SGLang
     engine: str = "sglang"  # or vllm: another place and another meaning of the auxiliary ids, fewer options
     store: dict[str, Any] = field(default_factory=dict)  # the manifest of the store that the drafter was trained on
 
@@ -120,6 +121,9 @@ class Check:
         if "speculators_model_type" in self.config or "speculators_config" in self.config:
             yield Line(False, "speculators_config", "a folder in the speculators format, which SGLang cannot load; convert it to the layout of LlamaForCausalLMEagle3")
             return
+        version = self.serving.server_version
+        if self.serving.engine == "sglang" and version and version not in SGLANG_VERSIONS:
+            yield Line(None, "SGLang", f"{version}: its loader was not read for these checks, the rules of {SGLANG_VERSIONS[-1]} are taken")
         names = self.config.get("architectures") or []
         self.arch = names[0] if names else ""
         known = ARCHITECTURES if self.serving.engine == "sglang" else (LLAMA,)

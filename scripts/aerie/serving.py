@@ -14,7 +14,7 @@ from .config import Config
 from .errors import EXIT_FAILED, UserError
 from .generate import Prompt, accept_length, generate_all, prompts_of
 from .host_memory import refuse_short_memory
-from .report import write_json
+from .report import versions, write_json
 from .samples import SampleFile
 from .servers import Server, has_gpu, server_args, start_ticks, watcher_path, watcher_record
 
@@ -33,6 +33,7 @@ def serving_of(config: Config, store: dict[str, Any]) -> Serving:
         attention_backend=str(args.get("attention-backend", "")),
         draft_attention_backend=str(args.get("speculative-draft-attention-backend", "")),
         gpu=has_gpu(),
+        server_version=versions()["sglang"] or "",
         store=store,
     )
 
