@@ -12,8 +12,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from aerie.config import Config, add_config_arguments, config_from_args
-from aerie.errors import run_main
-from aerie.servers import Server, stop_mode, watcher_path
+from aerie.errors import UserError, run_main
+from aerie.servers import Server, stop_mode, watcher_path, watcher_record
 from aerie.serving import launch, record_watcher, refuse_bad_drafter, start_in_background, warm_up, watch
 
 
@@ -53,9 +53,12 @@ def main() -> int | None:
         stopped = [each for each in modes if stop_mode(config, each)]
         print(f"ended: {', '.join(stopped)}" if stopped else f"no {' or '.join(modes)} server of run {config.run.name} is running")
         return 0
-    if (running := Server.find(config, mode)) and running.healthy():
+    running = Server.find(config, mode)
+    if running and running.healthy():
         print(f"the {mode} server of run {config.run.name} already runs on {running.url}")
         return 0
+    if running or watcher_record(config, mode):
+        raise UserError(f"the {mode} server of run {config.run.name!r} is starting or does not answer; see {config.run.logs / f'{mode}.log'}, wait, or end it with --stop")
     if args.background:
         words = [word for word in sys.argv[1:] if word != "--background"]
         return start_in_background(config, mode, [sys.executable, str(Path(__file__).resolve()), *words])

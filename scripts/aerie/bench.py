@@ -195,7 +195,7 @@ def table(content: dict[str, Any]) -> str:
                 f"  {fast['accept_length']:>22.3f}  {fast['accept_length_request_mean']:>16.3f}"
             )
         if len(one["by_category"]) > 1:
-            lines.append("  accept length by kind: " + ", ".join(f"{kind} {numbers['accept_length']:.2f}" for kind, numbers in one["by_category"].items()))
+            lines.append("  accept length by kind: " + ", ".join(f"{kind} {numbers['accept_length']:.2f}" for kind, numbers in one["by_category"].items() if numbers["accept_length"] is not None))
         lossless = one["lossless"]
         lines.append(f"  texts: {lossless['compared']} compared, {lossless['equal']} equal, {lossless['near_ties']} near ties, {len(lossless['different'])} different")
         lines += [f"    {text}" for text in lossless["different"][:5]]
