@@ -27,6 +27,8 @@ def draw(content: dict[str, Any], path: Path) -> None:
     speed.set(title="Speed-up", xlabel="requests in flight", ylabel="tok/s with / without the drafter", ylim=(0, None))
     if any(len(one["levels"]) > 1 for one in content["sets"].values()):
         speed.set_xscale("log", base=2)
+        ticks = sorted({level["concurrency"] for one in content["sets"].values() for level in one["levels"]})
+        speed.set_xticks(ticks, [str(tick) for tick in ticks])
     position.set(title="Acceptance by position", xlabel="draft position", ylabel="share of verifications that accept it", ylim=(0, 1))
     position.set_xticks(range(1, content["num_steps"] + 1))
     names, values = [f"served: {name}" for name in content["sets"]], [one["accept_length"] for one in content["sets"].values()]
