@@ -74,6 +74,9 @@ class Preparation:
         self.seconds: dict[str, float] = {}
         self.asked: Counter[str] = Counter()
         self.tokenizer = ChatTokenizer.of(config)
+        forced, room = len(self.tokenizer.forced_ids), config.draft.vocab_size
+        if forced > room:
+            raise UserError(f"draft.vocab_size = {room} has no room for the {forced} end-of-turn, tool and reasoning markers of this tokenizer; set it higher")
 
     def chats(self, rejected: Rejected | None) -> Iterator[Chat]:
         """Every usable chat once, in the order of files and lines; bad rows go to `rejected` on the pass that counts."""
@@ -180,10 +183,10 @@ class Preparation:
         if chat.input_ids is not None:
             if int(chat.input_ids.max()) >= self.tokenizer.vocab_size:
                 raise BadRow(f"input_ids holds {int(chat.input_ids.max())}, the target's vocabulary has {self.tokenizer.vocab_size}")
-            pairs, turns = [(chat.input_ids, chat.loss_mask)], []
+            pairs = [(chat.input_ids, chat.loss_mask)]
         else:
-            turns = self.turns(chat, log)
-            pairs = rows_of(turns)
+            pairs = rows_of(self.turns(chat, log))
+            self.counts["chats_without_answer"] += not pairs
         self.counts["chats_one_row_a_turn"] += len(pairs) > 1
         limit = self.config.data.max_tokens
         for ids, mask in pairs:
@@ -243,10 +246,7 @@ class Preparation:
 
     def write_vocab(self, supervised: np.ndarray, others: np.ndarray, metadata: dict[str, str]) -> dict[str, Any]:
         """Choose the draft vocabulary and write its map."""
-        forced = self.tokenizer.forced_ids
-        size = min(self.config.draft.vocab_size, len(supervised))
-        if len(forced) > size:
-            raise UserError(f"draft.vocab_size = {size} has no room for the {len(forced)} end-of-turn, tool and reasoning markers of this tokenizer; set it higher")
+        forced, size = self.tokenizer.forced_ids, min(self.config.draft.vocab_size, len(supervised))
         ranked = rank_ids(supervised, forced, others)
         table = coverage(supervised, ranked, [size, *COVERAGE_SIZES])
         write_vocab_map(self.folder / "vocab_map.safetensors", ranked[:size], len(supervised), metadata | {"coverage": f"{table[size]:.6f}"})
