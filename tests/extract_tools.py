@@ -42,11 +42,35 @@ def make_samples(count: int, seed: int = 0, longest: int = 60, shortest: int = 8
     return samples
 
 
-class FakeRun:
+class RunOf:
+    """02b on one run."""
+
+    def __init__(self, config: Config):
+        self.config_path, self.name, self.runs = config.path, config.run.name, config.run.root.parent
+
+    def command(self, *options: str) -> list[str]:
+        return [sys.executable, str(SCRIPT), "--config", str(self.config_path), "--run", self.name, *options]
+
+    def extract_here(self, *options: str) -> tuple[int, str, str]:
+        """02b's main() in this process (a new one takes seconds to import torch): exit code, stdout, stderr."""
+        spec = importlib.util.spec_from_file_location("script_02b", SCRIPT)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        out, err = io.StringIO(), io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            patch.setenv("AERIE_RUNS_DIR", str(self.runs))
+            patch.setattr(sys, "argv", self.command(*options)[1:])
+            with pytest.raises(SystemExit) as ended:
+                run_main(module.main)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        return ended.value.code, out.getvalue(), err.getvalue()
+
+
+class FakeRun(RunOf):
     """One run against the fake server."""
 
     def __init__(self, folder: Path, model: Path, name: str, train: list[Sample], heldout: list[Sample] = (), extract: dict | None = None):
-        self.folder, self.model, self.name = folder, model, name
+        self.folder, self.model, self.name, self.runs = folder, model, name, folder / "runs"
         self.dumps = folder / f"dumps-{name}"
         self.log = folder / f"requests-{name}.log"
         self.port = free_port()
@@ -93,25 +117,8 @@ class FakeRun:
             self.server.wait()
             self.server = None
 
-    def command(self, *options: str) -> list[str]:
-        return [sys.executable, str(SCRIPT), "--config", str(self.config_path), "--run", self.name, *options]
-
     def extract(self, *options: str, timeout: float = 120) -> subprocess.CompletedProcess:
         return subprocess.run(self.command(*options), env=self.env, capture_output=True, text=True, timeout=timeout, cwd="/")
-
-    def extract_here(self, *options: str) -> tuple[int, str, str]:
-        """02b's main() in this process (a new one takes seconds to import torch): exit code, stdout, stderr."""
-        spec = importlib.util.spec_from_file_location("script_02b", SCRIPT)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        out, err = io.StringIO(), io.StringIO()
-        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            patch.setenv("AERIE_RUNS_DIR", str(self.folder / "runs"))
-            patch.setattr(sys, "argv", self.command(*options)[1:])
-            with pytest.raises(SystemExit) as ended:
-                run_main(module.main)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        return ended.value.code, out.getvalue(), err.getvalue()
 
     def report(self) -> dict:
         return json.loads((self.store_path / "report.json").read_text())
