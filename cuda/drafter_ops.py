@@ -247,13 +247,14 @@ def _drafter_input_backward(grad, ids, table, state, embed_weight, state_weight,
     with torch.cuda.device(state.device):
         blocks = load().aerie_backward_blocks(hidden)
     sums = torch.empty(blocks, 2, hidden, dtype=torch.float32, device=state.device)  # each block's rows' weight gradients
+    embed_weight_grad, state_weight_grad = torch.empty_like(embed_weight), torch.empty_like(state_weight)
     call(
         "aerie_drafter_input_backward", state.device, grad.data_ptr(), grad.stride(0), ids.data_ptr(), ids.dtype == torch.int64, table.data_ptr(),
         table.stride(0), len(table), state.data_ptr(), state.stride(0), embed_weight.data_ptr(), state_weight.data_ptr(), embed_weight.dtype == torch.float32,
-        count, hidden, eps, rows.data_ptr() if need_embed else None, state_grad.data_ptr(), sums.data_ptr(), blocks,
+        count, hidden, eps, rows.data_ptr() if need_embed else None, state_grad.data_ptr(), embed_weight_grad.data_ptr(),
+        state_weight_grad.data_ptr(), sums.data_ptr(), blocks,
     )  # fmt: skip
-    sums = sums.sum(0)
-    return rows, state_grad, sums[0].to(embed_weight.dtype), sums[1].to(state_weight.dtype)
+    return rows, state_grad, embed_weight_grad, state_weight_grad
 
 
 _define(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 PATH = Path(__file__).resolve().parent / "build" / "libaerie_drafter.so"
-ABI = 1  # AERIE_ABI of src/aerie_drafter.h
+ABI = 2  # AERIE_ABI of src/aerie_drafter.h
 
 P, I, L, F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 SIGNATURES: dict[str, list] = {
@@ -21,8 +21,8 @@ SIGNATURES: dict[str, list] = {
     "aerie_online_update": [P, L, L, L, L, P, P, P],  # chunk, stride, N, C, start, max, sum, argmax
     # ids, ids are 64 bit, table, stride, V, state, stride, embed weight, state weight, weights are float32, N, H, eps, out
     "aerie_drafter_input": [P, I, P, L, L, P, L, P, P, I, L, L, F, P],
-    # grad, stride, ids, 64 bit, table, stride, V, state, stride, two weights, float32, N, H, eps, d rows or null, d state, partial sums [blocks, 2, H], blocks
-    "aerie_drafter_input_backward": [P, L, P, I, P, L, L, P, L, P, P, I, L, L, F, P, P, P, I],
+    # grad, stride, ids, 64 bit, table, stride, V, state, stride, two weights, float32, N, H, eps, d rows or null, d state, two d weights, sums [blocks, 2, H], blocks
+    "aerie_drafter_input_backward": [P, L, P, I, P, L, L, P, L, P, P, I, L, L, F, P, P, P, P, P, I],
     "aerie_draft_topk": [P, I, L, P, L, L, I, P, P],  # logits, float32, stride, d2t, N, V, k, log-probabilities, ids
     # parent list, stride, columns, selected, stride, lengths, 64 bit, mask, cells, positions, index, next token, next sibling, N, topk, depth, nodes, full
     "aerie_build_tree": [P, L, L, P, L, P, I, P, L, P, P, P, P, L, I, I, I, I],
@@ -75,7 +75,11 @@ def pointer(x: Tensor | None) -> int | None:
 def call(name: str, device: torch.device, *arguments: object) -> None:
     """Launch on the device's current stream; a CUDA error becomes a RuntimeError that names the op."""
     library = load()
-    with torch.cuda.device(device):
-        code = getattr(library, name)(*arguments, torch.cuda.current_stream(device).cuda_stream)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    if device.index == torch.cuda.current_device():
+        code = getattr(library, name)(*arguments, stream)
+    else:
+        with torch.cuda.device(device):
+            code = getattr(library, name)(*arguments, stream)
     if code != 0:
         raise RuntimeError(f"{name} failed on {device}: {library.aerie_error(code).decode()} (CUDA error {code})")

@@ -179,8 +179,10 @@ def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     amax = wide.abs().amax(-1, keepdim=True)  # NaN if any is NaN
     finite = torch.isfinite(amax)
     floored = amax.clamp_min(FP8_TINY)
-    q = torch.where(finite, wide * (FP8_MAX / floored), 0.0).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-    return q, torch.where(finite, floored / FP8_MAX, torch.nan).squeeze(-1)
+    # tensor / tensor is one rounding everywhere; with a Python number torch may multiply by a reciprocal instead
+    largest = torch.full_like(floored, FP8_MAX)
+    q = torch.where(finite, wide * (largest / floored), 0.0).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    return q, torch.where(finite, floored / largest, torch.nan).squeeze(-1)
 
 
 def dequantize_rows_fp8(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -4,7 +4,7 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
-#define AERIE_ABI 1
+#define AERIE_ABI 2
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -24,7 +24,8 @@ int aerie_drafter_input(const void* ids, int ids64, const void* table, int64_t t
                         const void* embed_weight, const void* state_weight, int weights32, int64_t n, int64_t h, float eps, void* out, cudaStream_t stream);
 int aerie_drafter_input_backward(const void* grad, int64_t grad_stride, const void* ids, int ids64, const void* table, int64_t table_stride, int64_t v,
                                  const void* state, int64_t state_stride, const void* embed_weight, const void* state_weight, int weights32, int64_t n,
-                                 int64_t h, float eps, void* d_rows, void* d_state, float* sums, int blocks, cudaStream_t stream);
+                                 int64_t h, float eps, void* d_rows, void* d_state, void* d_embed_weight, void* d_state_weight, float* sums,
+                                 int blocks, cudaStream_t stream);
 int aerie_backward_blocks(int64_t h);  // blocks a side that fill the current device: sums holds [blocks, 2, h]
 // 3. logits bf16 or (float32) float
 int aerie_draft_topk(const void* logits, int float32, int64_t stride, const int64_t* d2t, int64_t n, int64_t v, int k, float* log_probs, int64_t* ids, cudaStream_t stream);

@@ -45,6 +45,10 @@ __device__ __forceinline__ uint4 load_stream(const uint4* p) {  // read once: do
     return v;
 }
 
+__device__ __forceinline__ void cp_async16(void* shared, const void* global) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((uint32_t)__cvta_generic_to_shared(shared)), "l"(global));
+}
+
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
     for (int step = 16; step; step >>= 1) x += __shfl_xor_sync(0xFFFFFFFFu, x, step);

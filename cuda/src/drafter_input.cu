@@ -1,6 +1,6 @@
 // Op 2: [RMSNorm(table[ids]) * w1, RMSNorm(state) * w2] side by side as [N, 2H], and its backward.
 // Side 0 is the embedding, side 1 the state. Forward: one block a row and side, the row in registers. Backward: persistent blocks, each on one side, sum their
-// rows' weight gradients in registers and write one partial sum each; the caller adds those up.
+// rows' weight gradients in registers and write one partial sum each, which a second kernel adds up.
 #include "common.cuh"
 
 namespace aerie {
@@ -94,34 +94,48 @@ __global__ void __launch_bounds__(256) drafter_input_forward_any(Inputs in, __nv
     for (int i = tid; i < in.h; i += 256) to[i] = __float2bfloat16(x ? one(x + i) * rstd * weight_at(in, side, i) : NAN);
 }
 
-// dx = rstd * (g * w - xhat * mean(g * w * xhat)), dw = sum over rows of g * xhat, with xhat = x * rstd.
+// dx = rstd * (g * w - xhat * mean(g * w * xhat)), dw = sum over rows of g * xhat, with xhat = x * rstd. Shared memory holds two rows of x and g: while one is
+// worked on the next one is on its way. A thread copies and reads only its own columns, so only the two sums of a row need a barrier.
 template <int THREADS, int CH, int PER_SM>
 __global__ void __launch_bounds__(THREADS, PER_SM) drafter_input_backward(Inputs in, const __nv_bfloat16* grad, int64_t grad_stride, __nv_bfloat16* d_rows,
                                                                           __nv_bfloat16* d_state, float* sums) {
-    __shared__ float partial[2][2][THREADS / 32];  // by parity of the row: two sums at once, one barrier a row
-    const int tid = threadIdx.x, side = blockIdx.x % 2, vectors = in.h / 8;
+    constexpr int WARPS = THREADS / 32;
+    extern __shared__ uint4 buffer[];  // [2 stages][x, g][CH * THREADS]
+    __shared__ float partial[2][2][WARPS];
+    const int tid = threadIdx.x, side = blockIdx.x % 2, vectors = in.h / 8, step = gridDim.x / 2, n = (int)in.n;
     float dw[CH][8] = {};
     __nv_bfloat16* d_x = side ? d_state : d_rows;
-    int parity = 0;
-    for (int row = blockIdx.x / 2; row < (int)in.n; row += gridDim.x / 2, parity ^= 1) {
-        const __nv_bfloat16* x = source(in, row, side);
-        const uint4* from = reinterpret_cast<const uint4*>(x);
-        const uint4* g_from = reinterpret_cast<const uint4*>(grad + row * grad_stride + side * in.h);
-        uint4 xv[CH], gv[CH];
+    auto slot = [&](int stage, int which, int c) -> uint4& { return buffer[((stage * 2 + which) * CH + c) * THREADS + tid]; };
+    auto request = [&](int stage, int row, const __nv_bfloat16* x) {
+        if (row < n) {
+            const uint4* g_from = reinterpret_cast<const uint4*>(grad + row * grad_stride + side * in.h);
 #pragma unroll
-        for (int c = 0; c < CH; c++) {
-            const int at = c * THREADS + tid;
-            xv[c] = x && at < vectors ? (side ? load_stream(from + at) : __ldg(from + at)) : uint4{0, 0, 0, 0};
-            gv[c] = at < vectors ? load_stream(g_from + at) : uint4{0, 0, 0, 0};
+            for (int c = 0; c < CH; c++) {
+                const int at = c * THREADS + tid;
+                if (at >= vectors) break;
+                if (x) cp_async16(&slot(stage, 0, c), reinterpret_cast<const uint4*>(x) + at);
+                cp_async16(&slot(stage, 1, c), g_from + at);
+            }
         }
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    };
+    int row = blockIdx.x / 2, stage = 0;
+    const __nv_bfloat16* x = row < n ? source(in, row, side) : nullptr;
+    request(0, row, x);
+    const __nv_bfloat16* next_x = row + step < n ? source(in, row + step, side) : nullptr;
+    for (; row < n; row += step, stage ^= 1) {
+        request(stage ^ 1, row + step, next_x);
+        const __nv_bfloat16* after = row + 2 * step < n ? source(in, row + 2 * step, side) : nullptr;  // an id read now is there when it is needed
+        asm volatile("cp.async.wait_group 1;" ::: "memory");
         float square = 0.f, dot = 0.f;
 #pragma unroll
         for (int c = 0; c < CH; c++) {
+            const int at = c * THREADS + tid;
+            if (at >= vectors) break;
             float e[8], g[8], w[8];
-            unpack8(xv[c], e);
-            unpack8(gv[c], g);
-            if (c * THREADS + tid < vectors) weights8(in, side, c * THREADS + tid, w);
-            else for (float& one_weight : w) one_weight = 0.f;
+            unpack8(slot(stage, 0, c), e);
+            unpack8(slot(stage, 1, c), g);
+            weights8(in, side, at, w);
 #pragma unroll
             for (int j = 0; j < 8; j++) {
                 square = fmaf(e[j], e[j], square);
@@ -131,12 +145,12 @@ __global__ void __launch_bounds__(THREADS, PER_SM) drafter_input_backward(Inputs
         square = warp_sum(square);
         dot = warp_sum(dot);
         if (tid % 32 == 0) {
-            partial[parity][0][tid / 32] = square;
-            partial[parity][1][tid / 32] = dot;
+            partial[stage][0][tid / 32] = square;
+            partial[stage][1][tid / 32] = dot;
         }
-        __syncthreads();
-        square = warp_sum(tid % 32 < THREADS / 32 ? partial[parity][0][tid % 32] : 0.f);
-        dot = warp_sum(tid % 32 < THREADS / 32 ? partial[parity][1][tid % 32] : 0.f);
+        __syncthreads();  // partial has two copies: nobody is two rows ahead
+        square = warp_sum(tid % 32 < WARPS ? partial[stage][0][tid % 32] : 0.f);
+        dot = warp_sum(tid % 32 < WARPS ? partial[stage][1][tid % 32] : 0.f);
         const float rstd = x ? rsqrtf(square / in.h + in.eps) : NAN;
         const float pull = dot * rstd * rstd / in.h;  // times x: xhat * mean(g * w * xhat)
 #pragma unroll
@@ -144,8 +158,8 @@ __global__ void __launch_bounds__(THREADS, PER_SM) drafter_input_backward(Inputs
             const int at = c * THREADS + tid;
             if (at >= vectors) break;
             float e[8], g[8], w[8];
-            unpack8(xv[c], e);
-            unpack8(gv[c], g);
+            unpack8(slot(stage, 0, c), e);
+            unpack8(slot(stage, 1, c), g);
 #pragma unroll
             for (int j = 0; j < 8; j++) dw[c][j] = fmaf(g[j], e[j] * rstd, dw[c][j]);
             if (!d_x) continue;
@@ -154,6 +168,8 @@ __global__ void __launch_bounds__(THREADS, PER_SM) drafter_input_backward(Inputs
             for (int j = 0; j < 8; j++) e[j] = rstd * fmaf(g[j], w[j], -e[j] * pull);
             __stcs(reinterpret_cast<uint4*>(d_x + (int64_t)row * in.h) + at, uint4{pack(e[0], e[1]), pack(e[2], e[3]), pack(e[4], e[5]), pack(e[6], e[7])});
         }
+        x = next_x;
+        next_x = after;
     }
     float4* to = reinterpret_cast<float4*>(sums + (int64_t)(blockIdx.x / 2 * 2 + side) * in.h);
 #pragma unroll
@@ -163,6 +179,34 @@ __global__ void __launch_bounds__(THREADS, PER_SM) drafter_input_backward(Inputs
         to[2 * at] = {dw[c][0], dw[c][1], dw[c][2], dw[c][3]};
         to[2 * at + 1] = {dw[c][4], dw[c][5], dw[c][6], dw[c][7]};
     }
+}
+
+// sums [blocks, 2, h] -> the two weight gradients. 32 columns a block, 16 threads a column.
+__global__ void __launch_bounds__(512) add_weight_sums(const float* sums, int blocks, int h, void* d_embed_weight, void* d_state_weight, bool weights32) {
+    __shared__ float partial[16][33];
+    const int lane = threadIdx.x % 32, group = threadIdx.x / 32, column = blockIdx.x * 32 + lane;  // of 2 h
+    float sum = 0.f;
+#pragma unroll 4
+    for (int b = group; b < blocks; b += 16)
+        if (column < 2 * h) sum += sums[(int64_t)b * 2 * h + column];
+    partial[group][lane] = sum;
+    __syncthreads();
+    if (group || column >= 2 * h) return;
+    for (int i = 1; i < 16; i++) sum += partial[i][lane];
+    void* to = column < h ? d_embed_weight : d_state_weight;
+    const int at = column < h ? column : column - h;
+    if (weights32) static_cast<float*>(to)[at] = sum;
+    else static_cast<__nv_bfloat16*>(to)[at] = __float2bfloat16(sum);
+}
+
+template <int THREADS, int CH, int PER_SM>
+int launch_backward(const Inputs& in, const __nv_bfloat16* grad, int64_t grad_stride, __nv_bfloat16* d_rows, __nv_bfloat16* d_state, float* sums, int blocks,
+                    cudaStream_t stream) {
+    constexpr int BYTES = 4 * CH * THREADS * 16;
+    const auto kernel = drafter_input_backward<THREADS, CH, PER_SM>;
+    if (const cudaError_t code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES)) return code;
+    kernel<<<2 * blocks, THREADS, BYTES, stream>>>(in, grad, grad_stride, d_rows, d_state, sums);
+    return cudaGetLastError();
 }
 
 __global__ void __launch_bounds__(256) drafter_input_backward_any(Inputs in, const __nv_bfloat16* grad, int64_t grad_stride, __nv_bfloat16* d_rows,
@@ -195,8 +239,8 @@ int prepare_drafter_input() {
     cudaFuncAttributes info;
     const void* kernels[] = {(const void*)drafter_input_forward<64, 4>, (const void*)drafter_input_forward<128, 4>, (const void*)drafter_input_forward<128, 7>,
                              (const void*)drafter_input_forward<256, 8>, (const void*)drafter_input_forward_any, (const void*)drafter_input_backward<256, 2, 3>,
-                             (const void*)drafter_input_backward<448, 2, 2>, (const void*)drafter_input_backward<512, 4, 1>,
-                             (const void*)drafter_input_backward_any};
+                             (const void*)drafter_input_backward<448, 2, 2>, (const void*)drafter_input_backward<384, 4, 1>,
+                             (const void*)drafter_input_backward_any, (const void*)add_weight_sums};
     for (const void* kernel : kernels)
         if (const cudaError_t code = cudaFuncGetAttributes(&info, kernel)) return code;
     return 0;
@@ -225,15 +269,19 @@ extern "C" int aerie_drafter_input(const void* ids, int ids64, const void* table
 }
 
 extern "C" int aerie_backward_blocks(int64_t h) {
-    const int per_sm = h <= 4096 ? 3 : h <= 7168 ? 2 : 1;  // as the launch below
-    const int blocks = aerie::multiprocessors() * per_sm / 2;
+    int device = 0, shared = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+    const int wanted = h <= 4096 ? 3 : h <= 7168 ? 2 : 1;  // as the launch below
+    const int bytes = (h <= 4096 ? 2 * 256 : h <= 7168 ? 2 * 448 : 4 * 384) * 64 + 2048;
+    const int per_sm = shared / bytes < wanted ? shared / bytes : wanted, blocks = aerie::multiprocessors() * per_sm / 2;
     return blocks > 0 ? blocks : 1;
 }
 
 extern "C" int aerie_drafter_input_backward(const void* grad, int64_t grad_stride, const void* ids, int ids64, const void* table, int64_t table_stride,
                                             int64_t v, const void* state, int64_t state_stride, const void* embed_weight, const void* state_weight,
-                                            int weights32, int64_t n, int64_t h, float eps, void* d_rows, void* d_state, float* sums, int blocks,
-                                            cudaStream_t stream) {
+                                            int weights32, int64_t n, int64_t h, float eps, void* d_rows, void* d_state, void* d_embed_weight,
+                                            void* d_state_weight, float* sums, int blocks, cudaStream_t stream) {
     using namespace aerie;
     if (n > INT32_MAX / 2 || h > INT32_MAX / 2) return cudaErrorInvalidValue;
     const bool vector = h % 8 == 0 && aligned16(table, table_stride, 2) && aligned16(state, state_stride, 2) && aligned16(embed_weight, 0, 2) &&
@@ -242,10 +290,15 @@ extern "C" int aerie_drafter_input_backward(const void* grad, int64_t grad_strid
                     weights32 != 0, n, (int)h, eps, vector};
     const auto* g = (const __nv_bfloat16*)grad;
     auto *rows = (__nv_bfloat16*)d_rows, *d = (__nv_bfloat16*)d_state;
-    const unsigned grid = 2 * (unsigned)blocks;
-    if (vector && h <= 4096) drafter_input_backward<256, 2, 3><<<grid, 256, 0, stream>>>(in, g, grad_stride, rows, d, sums);
-    else if (vector && h <= 7168) drafter_input_backward<448, 2, 2><<<grid, 448, 0, stream>>>(in, g, grad_stride, rows, d, sums);
-    else if (vector && h <= 16384) drafter_input_backward<512, 4, 1><<<grid, 512, 0, stream>>>(in, g, grad_stride, rows, d, sums);
-    else drafter_input_backward_any<<<grid, 256, 0, stream>>>(in, g, grad_stride, rows, d, sums);
+    int code;
+    if (vector && h <= 4096) code = launch_backward<256, 2, 3>(in, g, grad_stride, rows, d, sums, blocks, stream);
+    else if (vector && h <= 7168) code = launch_backward<448, 2, 2>(in, g, grad_stride, rows, d, sums, blocks, stream);
+    else if (vector && h <= 12288) code = launch_backward<384, 4, 1>(in, g, grad_stride, rows, d, sums, blocks, stream);
+    else {
+        drafter_input_backward_any<<<2 * blocks, 256, 0, stream>>>(in, g, grad_stride, rows, d, sums);
+        code = cudaGetLastError();
+    }
+    if (code) return code;
+    add_weight_sums<<<(unsigned)((2 * h + 31) / 32), 512, 0, stream>>>(sums, blocks, (int)h, d_embed_weight, d_state_weight, weights32 != 0);
     return cudaGetLastError();
 }

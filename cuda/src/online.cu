@@ -3,96 +3,112 @@
 
 namespace aerie {
 
-constexpr int THREADS = 256, UNROLL = 4;
+constexpr int THREADS = 128, UNROLL = 4;
 
-struct Running {
-    float top, sum;  // sum is relative to finite_shift(top)
-    int64_t at;      // column of top, INT64_MAX: none
-};
+// Sum of exp2(x * log2(e) - shift), where shift is about the largest x * log2(e): an integer for logits of usual size, so that one fma is exact enough.
+__device__ __forceinline__ float shift_of(float top) { return fabsf(top) <= 1024.f ? rintf(top * LOG2E) : finite_shift(top * LOG2E); }
 
-__device__ __forceinline__ Running merge(Running a, Running b) {
-    Running r;
-    r.top = fmaxf(a.top, b.top);
-    const float shift = finite_shift(r.top);
-    r.sum = a.sum * exp2_fast((finite_shift(a.top) - shift) * LOG2E) + b.sum * exp2_fast((finite_shift(b.top) - shift) * LOG2E);
-    r.at = a.top > b.top ? a.at : b.top > a.top ? b.at : min(a.at, b.at);
-    return r;
+__device__ __forceinline__ float term(float x, float shift, bool usual) {
+    return exp2_fast(usual ? fmaf(x, LOG2E, -shift) : (x == INFINITY ? NAN : fminf(x * LOG2E, BIG)) - shift);
 }
 
-__device__ __forceinline__ Running shuffle(Running r, int step) {
-    return {__shfl_xor_sync(~0u, r.top, step), __shfl_xor_sync(~0u, r.sum, step), __shfl_xor_sync(~0u, r.at, step)};
-}
+// exp2 of (shift - top * log2(e)): from a sum relative to the shift to one relative to the logit itself.
+__device__ __forceinline__ float to_top(float top, float shift) { return fabsf(top) <= 1024.f ? exp2_fast(fmaf(-top, LOG2E, shift)) : 1.f; }
 
 __global__ void __launch_bounds__(THREADS) online_update(const __nv_bfloat16* chunk, int64_t stride, int columns, int64_t start, float* running_max,
                                                          float* running_sum, int64_t* argmax) {
     constexpr int WARPS = THREADS / 32;
-    __shared__ Running partial[WARPS];
+    __shared__ float part_top[WARPS], part_sum[WARPS];
+    __shared__ int part_at[WARPS];
     const int tid = threadIdx.x;
     const __nv_bfloat16* row = chunk + blockIdx.x * stride;
     const int head = min(columns, (int)((16 - (uintptr_t)row % 16) % 16 / 2)), vectors = (columns - head) / 8, tail = head + vectors * 8;
     const uint4* body = reinterpret_cast<const uint4*>(row + head);
+    const uint4 none{NEG_INF2, NEG_INF2, NEG_INF2, NEG_INF2};
     float top = -INFINITY, shift = -BIG, sum = 0.f;
-    int at = INT32_MAX;  // column of top; of its 8 columns the first while in the body
+    int at = INT32_MAX;  // first vector (or column off 16 bytes, as -1 - column) of the batch that holds top
 
-    auto raise = [&](float value, int column) {  // columns come in ascending order: ties keep the first
+    auto raise = [&](float value, int where) {  // batches come in ascending order of columns: ties keep the first
         if (value > top || at == INT32_MAX) {
-            const float new_shift = finite_shift(value);
-            if (new_shift > shift) {
-                sum *= exp2_fast((shift - new_shift) * LOG2E);
-                shift = new_shift;
-            }
+            const float new_shift = shift_of(fmaxf(top, value));
+            sum *= exp2_fast(shift - new_shift);
+            shift = new_shift;
             top = fmaxf(top, value);
-            at = column;
+            at = where;
         }
     };
     if (tid < head) {
         const float value = one(row + tid);
-        raise(value, tid);
-        sum += exp2_fast((value - shift) * LOG2E);
+        raise(value, -1 - tid);
+        sum += term(value, shift, false);
     }
     for (int i = tid; i < vectors; i += THREADS * UNROLL) {
         uint4 v[UNROLL];
 #pragma unroll
-        for (int u = 0; u < UNROLL; u++) v[u] = i + u * THREADS < vectors ? load_stream(body + i + u * THREADS) : uint4{NEG_INF2, NEG_INF2, NEG_INF2, NEG_INF2};
+        for (int u = 0; u < UNROLL; u++) v[u] = i + u * THREADS < vectors ? load_stream(body + i + u * THREADS) : none;
+        uint32_t best = NEG_INF2;
 #pragma unroll
-        for (int u = 0; u < UNROLL; u++) {
-            if (i + u * THREADS >= vectors) break;
-            raise(max8(v[u]), head + (i + u * THREADS) * 8);
-            const uint32_t w[4] = {v[u].x, v[u].y, v[u].z, v[u].w};
-            float part = 0.f;
+        for (int u = 0; u < UNROLL; u++) best = max2(best, max2(max2(v[u].x, v[u].y), max2(v[u].z, v[u].w)));
+        raise(fmaxf(low(best), high(best)), i);
+        auto add = [&](bool usual) {
 #pragma unroll
-            for (int j = 0; j < 4; j++) part += exp2_fast((low(w[j]) - shift) * LOG2E) + exp2_fast((high(w[j]) - shift) * LOG2E);
-            sum += part;
-        }
+            for (int u = 0; u < UNROLL; u++) {
+                const uint32_t w[4] = {v[u].x, v[u].y, v[u].z, v[u].w};
+                float part = 0.f;
+#pragma unroll
+                for (int j = 0; j < 4; j++) part += term(low(w[j]), shift, usual) + term(high(w[j]), shift, usual);
+                sum += part;
+            }
+        };
+        if (fabsf(top) <= 1024.f) add(true);
+        else add(false);
     }
     if (tid < columns - tail) {
         const float value = one(row + tail + tid);
-        raise(value, tail + tid);
-        sum += exp2_fast((value - shift) * LOG2E);
+        raise(value, -1 - tail - tid);
+        sum += term(value, shift, false);
     }
-    if (at >= head && at < tail)  // which of the 8
-        for (int j = 0; j < 8; j++)
-            if (one(row + at + j) == top) {
-                at += j;
-                break;
+    // over the warp, then over the block: largest logit, sum, lowest column of the largest
+    auto together = [&](int lanes) {
+        float all = top;
+        for (int step = lanes / 2; step; step >>= 1) all = fmaxf(all, __shfl_xor_sync(~0u, all, step));
+        sum *= exp2_fast(shift - shift_of(all));
+        for (int step = lanes / 2; step; step >>= 1) sum += __shfl_xor_sync(~0u, sum, step);
+        shift = shift_of(all);
+        return all;
+    };
+    const float warp_top = together(32);
+    int column = INT32_MAX;
+    if (top == warp_top && at != INT32_MAX) {
+        if (at < 0) column = -1 - at;
+        for (int u = 0; at >= 0 && u < UNROLL && column == INT32_MAX; u++)
+            for (int j = 0; j < 8 && at + u * THREADS < vectors; j++) {
+                const int c = head + (at + u * THREADS) * 8 + j;
+                if (one(row + c) == top) {
+                    column = c;
+                    break;
+                }
             }
-    Running r{top, sum, at == INT32_MAX ? INT64_MAX : (int64_t)at + start};
-#pragma unroll
-    for (int step = 16; step; step >>= 1) r = merge(r, shuffle(r, step));
-    if (tid % 32 == 0) partial[tid / 32] = r;
+        if (column == INT32_MAX) column = head + max(at, 0) * 8;  // NaN alone
+    }
+    column = __reduce_min_sync(~0u, column);
+    if (tid % 32 == 0) part_top[tid / 32] = warp_top, part_sum[tid / 32] = sum, part_at[tid / 32] = column;
     __syncthreads();
     if (tid >= 32) return;
-    r = tid < WARPS ? partial[tid] : Running{-INFINITY, 0.f, INT64_MAX};
-#pragma unroll
-    for (int step = WARPS / 2; step; step >>= 1) r = merge(r, shuffle(r, step));
+    top = tid < WARPS ? part_top[tid] : -INFINITY;
+    sum = tid < WARPS ? part_sum[tid] : 0.f;
+    column = tid < WARPS ? part_at[tid] : INT32_MAX;
+    shift = shift_of(top);
+    const float row_top = together(32);
+    column = __reduce_min_sync(~0u, top == row_top ? column : INT32_MAX);
     if (tid == 0) {
         const int64_t old_at = argmax[blockIdx.x];
-        const Running old{running_max[blockIdx.x], running_sum[blockIdx.x], old_at < 0 ? INT64_MAX : old_at};
-        const bool keep = old_at >= 0 && !(r.top > old.top);
-        const Running both = merge(old, r);
-        running_max[blockIdx.x] = both.top;
-        running_sum[blockIdx.x] = both.sum;
-        argmax[blockIdx.x] = keep ? old_at : r.at;
+        const float old_top = running_max[blockIdx.x], old_sum = running_sum[blockIdx.x] / to_top(old_top, shift_of(old_top));
+        const float new_top = fmaxf(old_top, row_top), new_shift = shift_of(new_top);
+        sum = sum * exp2_fast(shift - new_shift) + old_sum * exp2_fast(shift_of(old_top) - new_shift);
+        running_max[blockIdx.x] = new_top;
+        running_sum[blockIdx.x] = sum * to_top(new_top, new_shift);
+        if (old_at < 0 || row_top > old_top) argmax[blockIdx.x] = start + column;
     }
 }
 

@@ -7,9 +7,12 @@
 // A thread copies, reads and writes only its own columns, so nothing else needs a barrier. Rows too wide, or not on 16 bytes, take the two-pass kernel, whose
 // second read mostly hits the L2.
 //
-// Exponentials are in base 2, of (d - shift) * log2(e): the difference of two bf16 values is exact, also where the logits are huge.
+// Exponentials are in base 2 and sums are relative to a shift near the largest value, an integer where logits are of usual size: then
+// fma(d, log2(e), -shift) is exact enough in one instruction. Huge logits (above PLAIN) are scaled first and subtracted after, so that equal logits stay equal.
 // Sums are relative to the largest value that a warp saw; combine() brings them together.
 #include <cooperative_groups.h>
+
+#include <type_traits>
 
 #include "common.cuh"
 
@@ -32,35 +35,51 @@ struct Args {
     __nv_bfloat16* grad;
 };
 
+constexpr float PLAIN = 1024.f;  // largest magnitude of usual logits
+
+// x * log2(e), finite where x is; +inf becomes NaN, as inf - inf would.
+__device__ __forceinline__ float scaled(float x) { return x == INFINITY ? NAN : fminf(x * LOG2E, BIG); }
+
+// The shift for a largest logit of `top`.
+__device__ __forceinline__ float shift_of(float top) { return fabsf(top) <= PLAIN ? rintf(top * LOG2E) : finite_shift(top * LOG2E); }
+
+__device__ __forceinline__ bool plain(float shift) { return fabsf(shift) <= PLAIN * 1.5f; }
+
+// x * log2(e) - shift
+template <bool PLAIN_ROW>
+__device__ __forceinline__ float relative(float x, float shift) {
+    return PLAIN_ROW ? fmaf(x, LOG2E, -shift) : scaled(x) - shift;
+}
+
 // What a row's first look gathers.
 struct Stats {
-    float d_max;  // largest draft logit, within [-BIG, BIG]
-    float d_sum;  // sum of exp(d - d_max)
-    float t_max;  // shift of p: the given log-sum-exp, or the largest target logit
-    float p_sum;  // sum of exp(t - t_max)
-    float cross;  // sum of exp(t - t_max) * (d - d_max), in base 2
+    float d_top;  // largest draft logit; shift_of(d_top) is the draft's shift
+    float d_sum;  // sum of exp2(d2), d2 = d * log2(e) - shift
+    float t_max;  // shift of p: the given log-sum-exp, or about the largest target logit, * log2(e)
+    float p_sum;  // sum of p = exp2(t * log2(e) - t_max)
+    float cross;  // sum of p * d2
 };
 
 // The sums so far, relative to larger shifts.
-__device__ __forceinline__ void rebase(Stats& s, float d_max, float t_max) {
-    const float down = (s.d_max - d_max) * LOG2E, t_scale = exp2_fast((s.t_max - t_max) * LOG2E);
+__device__ __forceinline__ void rebase(Stats& s, float d_top, float t_max) {
+    const float down = shift_of(s.d_top) - shift_of(d_top), t_scale = exp2_fast(s.t_max - t_max);
     s.d_sum *= exp2_fast(down);
     s.p_sum *= t_scale;
     s.cross = s.p_sum > 0.f ? fmaf(s.p_sum, down, s.cross * t_scale) : 0.f;  // without p, down may be -inf and must not count
-    s.d_max = d_max;
+    s.d_top = d_top;
     s.t_max = t_max;
 }
 
 // Every group of WIDTH lanes brings its sums together; all lanes get the result.
 template <int WIDTH>
 __device__ __forceinline__ Stats combine(Stats s) {
-    float d_max = s.d_max, t_max = s.t_max;
+    float d_top = s.d_top, t_max = s.t_max;
 #pragma unroll
     for (int step = WIDTH / 2; step; step >>= 1) {
-        d_max = fmaxf(d_max, __shfl_xor_sync(~0u, d_max, step));
+        d_top = fmaxf(d_top, __shfl_xor_sync(~0u, d_top, step));
         t_max = fmaxf(t_max, __shfl_xor_sync(~0u, t_max, step));
     }
-    rebase(s, d_max, t_max);
+    rebase(s, d_top, t_max);
 #pragma unroll
     for (int step = WIDTH / 2; step; step >>= 1) {
         s.d_sum += __shfl_xor_sync(~0u, s.d_sum, step);
@@ -70,22 +89,43 @@ __device__ __forceinline__ Stats combine(Stats s) {
     return s;
 }
 
+template <bool PLAIN_ROW, bool GUARD>
+__device__ __forceinline__ void first_look(uint32_t d, uint32_t t, float d_shift, Stats& s) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const float d2 = relative<PLAIN_ROW>(half ? high(d) : low(d), d_shift);
+        const float p = exp2_fast(relative<PLAIN_ROW>(half ? high(t) : low(t), s.t_max));
+        s.d_sum += exp2_fast(d2);
+        s.p_sum += p;
+        if (!GUARD || p > 0.f) s.cross = fmaf(p, d2, s.cross);  // without the guard 0 * -inf makes cross NaN: then this is done again
+    }
+}
+
+template <bool PLAIN_ROW, bool GUARD>
+__device__ __forceinline__ void first_look(const uint4& d, const uint4& t, float d_shift, Stats& s) {
+    first_look<PLAIN_ROW, GUARD>(d.x, t.x, d_shift, s);
+    first_look<PLAIN_ROW, GUARD>(d.y, t.y, d_shift, s);
+    first_look<PLAIN_ROW, GUARD>(d.z, t.z, d_shift, s);
+    first_look<PLAIN_ROW, GUARD>(d.w, t.w, d_shift, s);
+}
+
 // What the second look needs, the same for all threads.
 struct Row {
-    float d_max, q_log;  // q = exp2((d - d_max) * log2e - q_log)
-    float t_max, p_log;  // p = exp2((t - t_max) * log2e - p_log)
+    float d_max, q_log;  // q = exp2(d2 - q_log); for a plain row d_max holds both
+    float t_max, p_log;  // p = exp2(t2 - p_log); likewise
     float q_scale, p_scale;  // gradient = q_scale * q - p_scale * p
     float loss;
+    bool plain;
 };
 
 __device__ __forceinline__ Row finish(Stats s, bool has_lse, float weight, bool renormalize) {
     Row r;
     float mass = s.p_sum, cross = s.cross;
-    r.d_max = s.d_max;
+    r.d_max = shift_of(s.d_top);
     r.t_max = s.t_max;
     r.p_log = 0.f;
     if (!has_lse && s.p_sum > 0.f) {
-        r.p_log = log2f(s.p_sum);
+        r.p_log = __log2f(s.p_sum);
         cross /= s.p_sum;
         mass = 1.f;
     }
@@ -98,34 +138,39 @@ __device__ __forceinline__ Row finish(Stats s, bool has_lse, float weight, bool 
         mass = 1.f;
     }
     const bool hopeless = s.d_sum == 0.f;  // no draft logit above -inf
-    r.q_log = hopeless ? INFINITY : log2f(s.d_sum);
+    r.q_log = hopeless ? INFINITY : __log2f(s.d_sum);
     r.q_scale = hopeless || empty ? 0.f : weight * mass;
     r.p_scale = weight * p_scale;
     r.loss = empty ? 0.f : hopeless ? weight * INFINITY : weight * (mass * r.q_log - cross) * LN2;
+    r.plain = plain(r.d_max) && plain(s.t_max);
+    if (r.plain) {
+        r.d_max += r.q_log;
+        r.t_max += r.p_log;
+    }
     return r;
 }
 
-__device__ __forceinline__ void first_look(uint32_t d, uint32_t t, Stats& s) {
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const float d2 = ((half ? high(d) : low(d)) - s.d_max) * LOG2E;
-        const float p = exp2_fast(((half ? high(t) : low(t)) - s.t_max) * LOG2E);
-        s.d_sum += exp2_fast(d2);
-        s.p_sum += p;
-        if (p > 0.f) s.cross = fmaf(p, d2, s.cross);
-    }
-}
-
+template <bool PLAIN_ROW>
 __device__ __forceinline__ uint32_t second_look(uint32_t d, uint32_t t, const Row& r, float& accept) {
     float g[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const float q = exp2_fast(fmaf((half ? high(d) : low(d)) - r.d_max, LOG2E, -r.q_log));
-        const float p = exp2_fast(fmaf((half ? high(t) : low(t)) - r.t_max, LOG2E, -r.p_log));
+        const float d2 = relative<PLAIN_ROW>(half ? high(d) : low(d), r.d_max), t2 = relative<PLAIN_ROW>(half ? high(t) : low(t), r.t_max);
+        const float q = exp2_fast(PLAIN_ROW ? d2 : d2 - r.q_log), p = exp2_fast(PLAIN_ROW ? t2 : t2 - r.p_log);
         accept += fminf(p, q);
         g[half] = fmaf(r.q_scale, q, -r.p_scale * p);
     }
     return pack(g[0], g[1]);
+}
+
+template <bool PLAIN_ROW>
+__device__ __forceinline__ uint4 second_look(const uint4& d, const uint4& t, const Row& r, float& accept) {
+    uint4 g;
+    g.x = second_look<PLAIN_ROW>(d.x, t.x, r, accept);
+    g.y = second_look<PLAIN_ROW>(d.y, t.y, r, accept);
+    g.z = second_look<PLAIN_ROW>(d.z, t.z, r, accept);
+    g.w = second_look<PLAIN_ROW>(d.w, t.w, r, accept);
+    return g;
 }
 
 // Lowest column of 8 that holds `value`, 8 if none does.
@@ -144,7 +189,7 @@ __device__ __forceinline__ int find8(uint4 v, float value) {
 struct Meta {
     float weight;
     int64_t target;  // -1: out of range
-    float t_shift;   // log-sum-exp given, within [-BIG, BIG]; -inf as BIG: p is 0
+    float t_shift;   // the given log-sum-exp * log2(e), within [-BIG, BIG]; -inf as BIG: p is 0
     int64_t top;
 };
 
@@ -160,7 +205,7 @@ __device__ __forceinline__ Meta meta_of(const Args& a, int64_t row) {
     meta.top = a.top[meta.target];
     if (a.lse) {
         const float lse = a.lse[meta.target];
-        meta.t_shift = lse == -INFINITY ? BIG : finite_shift(lse);
+        meta.t_shift = lse == -INFINITY ? BIG : finite_shift(lse * LOG2E);
     }
     return meta;
 }
@@ -174,15 +219,12 @@ __device__ __forceinline__ void write_outputs(const Args& a, int64_t row, const 
     a.match[row] = live && !bad && best == meta.top;
 }
 
-__device__ __forceinline__ void cp_async16(void* shared, const void* global) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((uint32_t)__cvta_generic_to_shared(shared)), "l"(global));
-}
-
 // A cluster of CLUSTER blocks a row; shared memory holds 2 * ceil(vd / 8 / CLUSTER) * 16 bytes a block. vd is a multiple of 8, everything on 16 bytes.
-template <int THREADS, int CLUSTER>
+template <int THREADS, int CLUSTER, int UNROLL>
 __global__ void __launch_bounds__(THREADS) soft_target_resident(Args a) {
     namespace cg = cooperative_groups;
     constexpr int WARPS = THREADS / 32, PARTS = WARPS * CLUSTER;
+    constexpr int WIDTH = PARTS <= 1 ? 1 : PARTS <= 2 ? 2 : PARTS <= 4 ? 4 : PARTS <= 8 ? 8 : PARTS <= 16 ? 16 : 32;  // lanes that bring the parts together
     static_assert(PARTS <= 32, "one lane a warp of the cluster");
     extern __shared__ uint4 buffer[];  // [2][mine]: draft, target
     // Read by the other blocks behind the next barrier while this one is already a row further: two copies of what is written before the barrier, three of what
@@ -229,6 +271,7 @@ __global__ void __launch_bounds__(THREADS) soft_target_resident(Args a) {
         const Meta next_meta = meta_of(a, next);
         const bool live = lives(row, meta);
         float my_top = -INFINITY;
+        Stats s;
         asm volatile("cp.async.wait_all;" ::: "memory");
         if (live) {
             uint32_t d_top = NEG_INF2, t_top = NEG_INF2;
@@ -242,15 +285,19 @@ __global__ void __launch_bounds__(THREADS) soft_target_resident(Args a) {
                 }
             }
             my_top = fmaxf(low(d_top), high(d_top));
-            const float t_max = a.lse ? meta.t_shift : finite_shift(warp_max(fmaxf(low(t_top), high(t_top))));
-            Stats s{finite_shift(warp_max(my_top)), 0.f, t_max, 0.f, 0.f};
-#pragma unroll 2
-            for (int i = tid; i < mine; i += THREADS) {
-                const uint4 d = d_buf[i], t = t_buf[i];
-                first_look(d.x, t.x, s);
-                first_look(d.y, t.y, s);
-                first_look(d.z, t.z, s);
-                first_look(d.w, t.w, s);
+            const float t_max = a.lse ? meta.t_shift : shift_of(warp_max(fmaxf(low(t_top), high(t_top))));
+            const Stats none{warp_max(my_top), 0.f, t_max, 0.f, 0.f};
+            const float d_shift = shift_of(none.d_top);
+            const bool usual = plain(d_shift) && plain(t_max);
+            s = none;
+            if (usual) {
+#pragma unroll UNROLL
+                for (int i = tid; i < mine; i += THREADS) first_look<true, false>(d_buf[i], t_buf[i], d_shift, s);
+            }
+            if (!usual || __any_sync(~0u, s.cross != s.cross)) {  // rare: huge logits, or -inf in both
+                s = none;
+#pragma unroll 1
+                for (int i = tid; i < mine; i += THREADS) first_look<false, true>(d_buf[i], t_buf[i], d_shift, s);
             }
             s.d_sum = warp_sum(s.d_sum);
             s.p_sum = warp_sum(s.p_sum);
@@ -267,11 +314,12 @@ __global__ void __launch_bounds__(THREADS) soft_target_resident(Args a) {
         const uint4 *next_d = draft_row(next), *next_t = target_row(next_meta);
         float accept = 0.f;
         if (live) {
-            const int part = lane % PARTS;
-            const Stats s = combine<PARTS>(*cluster.map_shared_rank(&warp_stats[step % 2][part % WARPS], part / WARPS));
+            const int part = lane % WIDTH;
+            s = part < PARTS ? *cluster.map_shared_rank(&warp_stats[step % 2][part % WARPS], part / WARPS) : Stats{-INFINITY, 0.f, -BIG, 0.f, 0.f};
+            s = combine<WIDTH>(s);
             const Row r = finish(s, a.lse != nullptr, meta.weight, a.renormalize);
             loss = r.loss;
-            if (finite_shift(my_top) == s.d_max) {  // few threads
+            if (my_top == s.d_top) {  // few threads
                 for (int i = tid; i < mine; i += THREADS) {
                     const int in8 = find8(d_buf[i], my_top);
                     if (in8 < 8) {
@@ -280,17 +328,16 @@ __global__ void __launch_bounds__(THREADS) soft_target_resident(Args a) {
                     }
                 }
             }
-#pragma unroll 2
-            for (int i = tid; i < mine; i += THREADS) {
-                const uint4 d = d_buf[i], t = t_buf[i];
-                uint4 g;
-                g.x = second_look(d.x, t.x, r, accept);
-                g.y = second_look(d.y, t.y, r, accept);
-                g.z = second_look(d.z, t.z, r, accept);
-                g.w = second_look(d.w, t.w, r, accept);
-                if (next_live) request(i, next_d, next_t);
-                if (g_row) __stcs(g_row + i, g);
-            }
+            auto look = [&](auto usual) {
+#pragma unroll UNROLL
+                for (int i = tid; i < mine; i += THREADS) {
+                    const uint4 g = second_look<decltype(usual)::value>(d_buf[i], t_buf[i], r, accept);
+                    if (next_live) request(i, next_d, next_t);
+                    if (g_row) __stcs(g_row + i, g);
+                }
+            };
+            if (r.plain) look(std::true_type{});
+            else look(std::false_type{});
         } else {
             const uint32_t fill = meta.weight == 0.f ? 0u : 0x7FC07FC0u;  // NaN where the target row is out of range
             for (int i = tid; i < mine; i += THREADS) {
@@ -335,56 +382,48 @@ __global__ void __launch_bounds__(WIDE, 2) soft_target_wide(Args a) {
     const int vectors = together ? (a.vd - head) / 8 : 0, tail = together ? head + vectors * 8 : 0, singles = a.vd - vectors * 8;
     const uint4 *dv = reinterpret_cast<const uint4*>(d + head), *tv = reinterpret_cast<const uint4*>(t + head);
 
-    Stats s{-BIG, 0.f, a.lse ? meta.t_shift : -BIG, 0.f, 0.f};
-    float top = -INFINITY;
+    Stats s{-INFINITY, 0.f, a.lse ? meta.t_shift : -BIG, 0.f, 0.f};
     int top_at = INT32_MAX;
-    auto raise = [&](float d_new, float t_new) {  // new shifts for the sums so far
-        const float d_max = fmaxf(s.d_max, finite_shift(d_new)), t_max = a.lse ? s.t_max : fmaxf(s.t_max, finite_shift(t_new));
-        if (d_max != s.d_max || t_max != s.t_max) rebase(s, d_max, t_max);
+    auto raise = [&](float d_new, float t_new) {  // shifts for these values too
+        const float d_top = fmaxf(s.d_top, d_new), t_max = a.lse ? s.t_max : fmaxf(s.t_max, shift_of(t_new));
+        if (d_top != s.d_top || t_max != s.t_max) rebase(s, d_top, t_max);
     };
+    // the two logits of singles() are a column and -inf, which counts nothing
+    auto single = [&](const __nv_bfloat16* p) { return __bfloat16_as_ushort(*p) | 0xFF800000u; };
     for (int i = tid; i < singles; i += WIDE) {
         const int at = i < head || !together ? i : tail + i - head;
         const float value = one(d + at);
+        if (value > s.d_top || (value == s.d_top && at < top_at)) top_at = at;
         raise(value, one(t + at));
-        if (value > top || (value == top && at < top_at)) top = value, top_at = at;
-        const uint32_t pair = __bfloat16_as_ushort(d[at]) | 0xFF800000u, t_pair = __bfloat16_as_ushort(t[at]) | 0xFF800000u;
-        first_look(pair, t_pair, s);
+        first_look<false, true>(single(d + at), single(t + at), shift_of(s.d_top), s);
     }
     for (int i = tid; i < vectors; i += WIDE) {
         const uint4 x = dv[i], y = tv[i];
         const float here = max8(x);
-        raise(here, a.lse ? 0.f : max8(y));
-        if (here > top || (here == top && head + i * 8 < top_at)) {
+        if (here > s.d_top || (here == s.d_top && head + i * 8 < top_at)) {
             const int in8 = find8(x, here);
-            if (in8 < 8) top = here, top_at = head + i * 8 + in8;
+            if (in8 < 8) top_at = here > s.d_top ? head + i * 8 + in8 : min(top_at, head + i * 8 + in8);
         }
-        first_look(x.x, y.x, s);
-        first_look(x.y, y.y, s);
-        first_look(x.z, y.z, s);
-        first_look(x.w, y.w, s);
+        raise(here, a.lse ? 0.f : max8(y));
+        first_look<false, true>(x, y, shift_of(s.d_top), s);
     }
+    const float top = s.d_top;
     s = combine<32>(s);
     if (tid % 32 == 0) warp_stats[tid / 32] = s;
     if (tid == 0) best = INT32_MAX;
     __syncthreads();
     s = combine<WARPS>(warp_stats[tid % WARPS]);
     const Row r = finish(s, a.lse != nullptr, meta.weight, a.renormalize);
-    if (top_at != INT32_MAX && finite_shift(top) == s.d_max) atomicMin(&best, top_at);
+    if (top_at != INT32_MAX && top == s.d_top) atomicMin(&best, top_at);
 
     float accept = 0.f;
     for (int i = tid; i < vectors; i += WIDE) {
-        const uint4 x = dv[i], y = tv[i];
-        uint4 out;
-        out.x = second_look(x.x, y.x, r, accept);
-        out.y = second_look(x.y, y.y, r, accept);
-        out.z = second_look(x.z, y.z, r, accept);
-        out.w = second_look(x.w, y.w, r, accept);
+        const uint4 out = r.plain ? second_look<true>(dv[i], tv[i], r, accept) : second_look<false>(dv[i], tv[i], r, accept);
         if (g) __stcs(reinterpret_cast<uint4*>(g + head) + i, out);
     }
     for (int i = tid; i < singles; i += WIDE) {
         const int at = i < head || !together ? i : tail + i - head;
-        const uint32_t pair = __bfloat16_as_ushort(d[at]) | 0xFF800000u, t_pair = __bfloat16_as_ushort(t[at]) | 0xFF800000u;
-        const uint32_t out = second_look(pair, t_pair, r, accept);
+        const uint32_t x = single(d + at), y = single(t + at), out = r.plain ? second_look<true>(x, y, r, accept) : second_look<false>(x, y, r, accept);
         if (g) g[at] = __ushort_as_bfloat16((unsigned short)(out & 0xFFFFu));
     }
     accept = warp_sum(accept);
@@ -403,9 +442,9 @@ __global__ void __launch_bounds__(256) scale_rows(__nv_bfloat16* grad, int64_t s
     for (int i = threadIdx.x; i < v; i += 256) row[i] = __float2bfloat16(one(row + i) * factor);
 }
 
-template <int THREADS, int CLUSTER>
+template <int THREADS, int CLUSTER, int UNROLL>
 int launch_resident(const Args& a, cudaStream_t stream) {
-    const auto kernel = soft_target_resident<THREADS, CLUSTER>;
+    const auto kernel = soft_target_resident<THREADS, CLUSTER, UNROLL>;
     const int share = (a.vd / 8 + CLUSTER - 1) / CLUSTER, bytes = 2 * share * (int)sizeof(uint4);
     cudaError_t code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (code != cudaSuccess) return code;
@@ -434,12 +473,12 @@ struct Variant {
     int cluster;
 };
 constexpr int LIMIT = 98 * 1024;  // bytes of dynamic shared memory a block: 99 KB on SM120, less the static part and 1 KB that the system takes
-template <int THREADS, int CLUSTER>
+template <int THREADS, int CLUSTER, int UNROLL>
 constexpr Variant variant_of() {
-    return {launch_resident<THREADS, CLUSTER>, (const void*)soft_target_resident<THREADS, CLUSTER>, CLUSTER};
+    return {launch_resident<THREADS, CLUSTER, UNROLL>, (const void*)soft_target_resident<THREADS, CLUSTER, UNROLL>, CLUSTER};
 }
-const Variant VARIANTS[] = {variant_of<128, 1>(), variant_of<128, 2>(), variant_of<128, 4>(), variant_of<128, 8>(),
-                            variant_of<256, 2>(), variant_of<256, 4>(), variant_of<512, 2>()};
+const Variant VARIANTS[] = {variant_of<128, 1, 2>(), variant_of<128, 2, 2>(), variant_of<128, 4, 2>(), variant_of<128, 8, 2>(), variant_of<128, 2, 4>(),
+                            variant_of<64, 2, 4>(), variant_of<64, 4, 4>(), variant_of<96, 2, 4>(), variant_of<192, 2, 2>()};
 constexpr int VARIANT_COUNT = sizeof(VARIANTS) / sizeof(VARIANTS[0]);
 
 int prepare_soft_target() {
@@ -461,8 +500,14 @@ extern "C" int aerie_soft_target_ce(const void* draft, int64_t draft_stride, con
     const Args a{(const __nv_bfloat16*)draft, (const __nv_bfloat16*)target, draft_stride, target_stride, grad_stride, lse, top, weights, rows, n, m, (int)vd,
                  renormalize != 0, loss, match, accept, in_vocab, (__nv_bfloat16*)grad};
     const bool vector = vd % 8 == 0 && aligned16(draft, draft_stride, 2) && aligned16(target, target_stride, 2) && (!grad || aligned16(grad, grad_stride, 2));
-    // variant -1 chooses; VARIANT_COUNT is the two-pass kernel
-    if (variant < 0) variant = !vector ? VARIANT_COUNT : vd <= 8192 ? 0 : vd <= 16384 ? 1 : vd <= 32768 ? 2 : vd <= 200704 ? 3 : VARIANT_COUNT;
+    // variant -1 chooses; VARIANT_COUNT is the two-pass kernel. A block takes 64 KB where several of those fit on a multiprocessor, else 32 KB.
+    if (variant < 0) {
+        int device = 0, per_sm = 0;
+        cudaGetDevice(&device);
+        cudaDeviceGetAttribute(&per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+        const int64_t scale = per_sm >= 200 * 1024 ? 2 : 1;
+        variant = !vector ? VARIANT_COUNT : vd <= 8192 * scale ? 0 : vd <= 16384 * scale ? 1 : vd <= 32768 * scale ? 2 : vd <= 200704 ? 3 : VARIANT_COUNT;
+    }
     if (variant > VARIANT_COUNT) return cudaErrorInvalidValue;
     if (variant < VARIANT_COUNT) {
         const int64_t bytes = (vd / 8 + VARIANTS[variant].cluster - 1) / VARIANTS[variant].cluster * 32;

@@ -33,12 +33,13 @@ __device__ __forceinline__ void unpack(const uint4& x, const float*, float out[4
     out[0] = __uint_as_float(x.x), out[1] = __uint_as_float(x.y), out[2] = __uint_as_float(x.z), out[3] = __uint_as_float(x.w);
 }
 
-template <typename T, int THREADS>
+template <typename T, int THREADS, int VECTORS>
 __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS) draft_topk(const T* logits, int64_t stride, const int64_t* d2t, int v, int k,
                                                                                       float* log_probs, int64_t* ids) {
     namespace cg = cooperative_groups;
-    constexpr int PER_THREAD = 32, EACH = 16 / sizeof(T);  // columns of a thread at most, columns in 16 bytes
+    constexpr int EACH = 16 / sizeof(T), PER_THREAD = VECTORS * EACH + 2;  // columns in 16 bytes, columns of a thread at most
     __shared__ uint64_t maxima[THREADS], candidates[MAX_K * PER_THREAD], best[MAX_K], merged[CLUSTER * MAX_K];
+    __shared__ int64_t best_id[MAX_K];
     __shared__ float part_max[THREADS / 32], part_sum[THREADS / 32], block_max, block_lse_sum;
     __shared__ int count;
     __shared__ uint64_t floor_key;
@@ -51,25 +52,32 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS) draft
     if (tid == 0) count = 0;
     if (tid < MAX_K) best[tid] = 0;
 
-    // a thread's columns: vectors `where`, `where` + all threads, ...; the few off 16 bytes go to the cluster's first threads
-    auto each = [&](auto&& use) {
-        for (int i = where; i < vectors; i += THREADS * CLUSTER) {
-            float x[EACH];
-            unpack(__ldg(body + i), row, x);
+    // a thread's columns: vectors `where`, `where` + all threads, ..., kept in registers; the few off 16 bytes go to the cluster's first threads
+    uint4 held[VECTORS];
 #pragma unroll
-            for (int j = 0; j < EACH; j++) use(x[j], head + i * EACH + j);
+    for (int u = 0; u < VECTORS; u++) {
+        const int i = where + u * THREADS * CLUSTER;
+        if (i < vectors) held[u] = __ldg(body + i);
+    }
+    auto each = [&](auto&& use) {
+#pragma unroll
+        for (int u = 0; u < VECTORS; u++) {
+            const int i = where + u * THREADS * CLUSTER;
+            if (i < vectors) {
+                float x[EACH];
+                unpack(held[u], row, x);
+#pragma unroll
+                for (int j = 0; j < EACH; j++) use(x[j], head + i * EACH + j);
+            }
         }
         if (where < head) use(one(row + where), where);
         if (where < v - tail) use(one(row + tail + where), tail + where);
     };
     uint64_t mine = 0;
-    float top = -BIG, sum = 0.f;
-    each([&](float value, int column) {
-        mine = max(mine, key_of(value, column));
-        const float shift = fmaxf(top, finite_shift(value));
-        sum = sum * exp2_fast((top - shift) * LOG2E) + exp2_fast((value - shift) * LOG2E);
-        top = shift;
-    });
+    each([&](float value, int column) { mine = max(mine, key_of(value, column)); });
+    const float top = mine ? finite_shift(value_of(mine)) : -BIG;  // NaN as a key: the sum is NaN all the same
+    float sum = 0.f;
+    each([&](float value, int) { sum += exp2_fast((value - top) * LOG2E); });
     maxima[tid] = mine;
     const float warp_top = warp_max(top);
     sum = warp_sum(sum * exp2_fast((top - warp_top) * LOG2E));
@@ -100,7 +108,11 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS) draft
         if (key < floor) continue;
         int before = 0;
         for (int j = 0; j < total; j++) before += candidates[j] > key;
-        if (before < k) best[before] = key;
+        if (before < k) {
+            const int column = (int)~(uint32_t)key;
+            best[before] = key;
+            best_id[before] = column + (d2t ? d2t[column] : 0);
+        }
     }
     cluster.sync();
     if (rank == 0) {
@@ -119,9 +131,8 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS) draft
             int before = 0;
             for (int j = 0; j < all; j++) before += merged[j] > key;
             if (key && before < k) {
-                const int column = (int)~(uint32_t)key;
                 log_probs[row_at * k + before] = value_of(key) - lse;
-                ids[row_at * k + before] = column + (d2t ? d2t[column] : 0);
+                ids[row_at * k + before] = cluster.map_shared_rank(best_id, i / k)[i % k];
             }
         }
     }
@@ -132,19 +143,19 @@ template <typename T>
 int launch_topk(const void* logits, int64_t stride, const int64_t* d2t, int64_t n, int64_t v, int k, float* log_probs, int64_t* ids, cudaStream_t stream) {
     const T* in = static_cast<const T*>(logits);
     const unsigned blocks = (unsigned)n * CLUSTER;
-    // at most 24 columns a thread in vectors and 2 beside them
-    if (v <= CLUSTER * 128 * 24) draft_topk<T, 128><<<blocks, 128, 0, stream>>>(in, stride, d2t, (int)v, k, log_probs, ids);
-    else if (v <= CLUSTER * 256 * 24) draft_topk<T, 256><<<blocks, 256, 0, stream>>>(in, stride, d2t, (int)v, k, log_probs, ids);
-    else if (v <= CLUSTER * 1024 * 24) draft_topk<T, 1024><<<blocks, 1024, 0, stream>>>(in, stride, d2t, (int)v, k, log_probs, ids);
+    constexpr int64_t EACH = 16 / sizeof(T);
+    if (v <= CLUSTER * 128 * 2 * EACH) draft_topk<T, 128, 2><<<blocks, 128, 0, stream>>>(in, stride, d2t, (int)v, k, log_probs, ids);
+    else if (v <= CLUSTER * 256 * 4 * EACH) draft_topk<T, 256, 4><<<blocks, 256, 0, stream>>>(in, stride, d2t, (int)v, k, log_probs, ids);
+    else if (v <= CLUSTER * 1024 * 6 * EACH) draft_topk<T, 1024, 6><<<blocks, 1024, 0, stream>>>(in, stride, d2t, (int)v, k, log_probs, ids);
     else return cudaErrorInvalidValue;
     return cudaGetLastError();
 }
 
 int prepare_topk() {
     cudaFuncAttributes info;
-    const void* kernels[] = {(const void*)draft_topk<__nv_bfloat16, 128>, (const void*)draft_topk<__nv_bfloat16, 256>,
-                             (const void*)draft_topk<__nv_bfloat16, 1024>, (const void*)draft_topk<float, 128>,
-                             (const void*)draft_topk<float, 256>, (const void*)draft_topk<float, 1024>};
+    const void* kernels[] = {(const void*)draft_topk<__nv_bfloat16, 128, 2>, (const void*)draft_topk<__nv_bfloat16, 256, 4>,
+                             (const void*)draft_topk<__nv_bfloat16, 1024, 6>, (const void*)draft_topk<float, 128, 2>,
+                             (const void*)draft_topk<float, 256, 4>, (const void*)draft_topk<float, 1024, 6>};
     for (const void* kernel : kernels)
         if (const cudaError_t code = cudaFuncGetAttributes(&info, kernel)) return code;
     return 0;

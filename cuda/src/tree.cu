@@ -10,66 +10,75 @@ __device__ __forceinline__ int64_t length_at(const void* lengths, bool wide, int
     return wide ? static_cast<const int64_t*>(lengths)[at] : static_cast<const int32_t*>(lengths)[at];
 }
 
-__global__ void __launch_bounds__(TREE_THREADS) build_tree(const int64_t* parent_list, int64_t parent_stride, int parent_count, const int64_t* selected,
-                                                           int64_t selected_stride, const void* lengths, bool wide, bool* mask, int64_t mask_size,
-                                                           int64_t* positions, int64_t* index, int64_t* next_token, int64_t* next_sibling, int topk, int depth,
-                                                           int nodes, bool full) {
-    extern __shared__ int64_t chosen[];  // [nodes - 1] candidates, then [nodes] parents
-    int* parent = reinterpret_cast<int*>(chosen + nodes - 1);
-    __shared__ unsigned long long before;  // tokens of the requests before this one
-    const int tid = threadIdx.x;
+// A warp works on a node at a time: its lanes look for the parent, the first child and the next sibling side by side.
+template <typename Match>
+__device__ __forceinline__ int first_where(int from, int to, Match match) {  // lowest index in from .. to-1 that matches, else `to`
+    for (int start = from; start < to; start += 32) {
+        const int at = start + threadIdx.x % 32;
+        const unsigned found = __ballot_sync(~0u, at < to && match(at));
+        if (found) return start + __ffs(found) - 1;
+    }
+    return to;
+}
+
+__global__ void __launch_bounds__(1024) build_tree(const int64_t* parent_list, int64_t parent_stride, int parent_count, const int64_t* selected,
+                                                   int64_t selected_stride, const void* lengths, bool wide, bool* mask, int64_t mask_size, int64_t* positions,
+                                                   int64_t* index, int64_t* next_token, int64_t* next_sibling, int topk, int depth, int nodes, bool full) {
+    extern __shared__ int64_t chosen[];  // [nodes - 1] candidates, [nodes] candidates of the parents, then [nodes] parents
+    int64_t* wanted = chosen + nodes - 1;
+    int* parent = reinterpret_cast<int*>(wanted + nodes);
+    __shared__ int64_t tokens_before;  // of the requests before this one
+    const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, warps = blockDim.x / 32;
     const int64_t b = blockIdx.x, base = b * nodes;
     const int64_t length = length_at(lengths, wide, b);
-    if (tid == 0) before = 0;
-    for (int i = tid; i < nodes - 1; i += TREE_THREADS) chosen[i] = selected[b * selected_stride + i];
-    __syncthreads();
-    if (full) {
-        int64_t sum = 0;
-        for (int64_t i = tid; i < b; i += TREE_THREADS) sum += length_at(lengths, wide, i);
-        if (sum) atomicAdd(&before, (unsigned long long)sum);
+    for (int i = tid; i < nodes - 1; i += blockDim.x) {
+        const int64_t candidate = selected[b * selected_stride + i], block = candidate / topk;
+        chosen[i] = candidate;
+        // the candidate that proposed this one; -1: the root did; -2: nobody
+        wanted[i + 1] = candidate < 0 ? -2 : block == 0 ? -1 : block < parent_count ? parent_list[b * parent_stride + block] : -2;
+        if (candidate >= topk && wanted[i + 1] < 0) wanted[i + 1] = -2;  // a negative entry of the list is no candidate
     }
-    for (int i = tid; i < nodes; i += TREE_THREADS) {  // parent: a node, or -1 for the root itself, or -2 where it was not selected
+    if (full && warp == warps - 1) {
+        int64_t sum = 0;
+        for (int64_t i = lane; i < b; i += 32) sum += length_at(lengths, wide, i);
+#pragma unroll
+        for (int step = 16; step; step >>= 1) sum += __shfl_xor_sync(~0u, sum, step);
+        if (lane == 0) tokens_before = sum;
+    }
+    __syncthreads();
+    for (int i = warp; i < nodes; i += warps) {  // parent: a node, or -1 for the root itself, or -2 where it was not selected
         int p = -1;
         if (i > 0) {
-            const int64_t block = chosen[i - 1] / topk;
-            p = chosen[i - 1] >= 0 && block == 0 ? 0 : -2;
-            if (chosen[i - 1] >= 0 && block > 0 && block < parent_count) {
-                const int64_t candidate = parent_list[b * parent_stride + block];
-                for (int j = 0; j < nodes - 1; j++)
-                    if (chosen[j] == candidate) {
-                        p = j + 1;
-                        break;
-                    }
+            const int64_t candidate = wanted[i];
+            p = candidate == -1 ? 0 : -2;
+            if (candidate >= 0) {
+                const int at = first_where(0, nodes - 1, [&](int j) { return chosen[j] == candidate; });
+                if (at < nodes - 1) p = at + 1;
             }
         }
-        parent[i] = p;
+        if (lane == 0) parent[i] = p;
     }
     __syncthreads();
     const int64_t row_size = full ? length + nodes : nodes;
-    const int64_t start = (int64_t)nodes * nodes * b + (full ? (int64_t)before * nodes + length : 0);  // of the tree's part in row 0
-    for (int i = tid; i < nodes * nodes; i += TREE_THREADS) {
-        const int64_t at = start + i / nodes * row_size + i % nodes;
-        if (at >= 0 && at < mask_size) mask[at] = i % nodes == 0;
-    }
-    __syncthreads();
-    for (int i = tid; i < nodes; i += TREE_THREADS) {
-        int at = i, level = 0;
-        while (at > 0 && level < depth) {
-            const int64_t cell = start + i * row_size + at;
-            if (cell >= 0 && cell < mask_size) mask[cell] = true;
-            level++;
-            at = parent[at];
+    const int64_t start = (int64_t)nodes * nodes * b + (full ? tokens_before * nodes + length : 0);  // of the tree's part in row 0
+    for (int i = warp; i < nodes; i += warps) {
+        int level = 0;
+        for (int at = i; at > 0 && level < depth; at = parent[at]) level++;
+        for (int column = lane; column < nodes; column += 32) {
+            bool seen = column == 0;
+            for (int at = i, up = 0; at > 0 && up < level; at = parent[at], up++) seen |= at == column;
+            const int64_t cell = start + i * row_size + column;
+            if (cell >= 0 && cell < mask_size) mask[cell] = seen;
         }
-        int64_t child = -1, sibling = -1;
-        for (int j = 1; j < nodes && child < 0; j++)
-            if (parent[j] == i) child = j;
-        if (parent[i] >= 0)
-            for (int j = i + 1; j < nodes && sibling < 0; j++)
-                if (parent[j] == parent[i]) sibling = j;
-        positions[base + i] = length + level;
-        index[base + i] = base + i;
-        next_token[base + i] = child;
-        next_sibling[base + i] = sibling;
+        const int p = parent[i];
+        const int child = first_where(1, nodes, [&](int j) { return parent[j] == i; });
+        const int sibling = p >= 0 ? first_where(i + 1, nodes, [&](int j) { return parent[j] == p; }) : nodes;
+        if (lane == 0) {
+            positions[base + i] = length + level;
+            index[base + i] = base + i;
+            next_token[base + i] = child < nodes ? child : -1;
+            next_sibling[base + i] = sibling < nodes ? sibling : -1;
+        }
     }
 }
 
@@ -112,8 +121,9 @@ extern "C" int aerie_build_tree(const int64_t* parent_list, int64_t parent_strid
     using namespace aerie;
     if (n == 0) return 0;
     if (nodes < 1 || nodes > MAX_NODES || topk < 1 || n > INT32_MAX) return cudaErrorInvalidValue;
-    const size_t bytes = (nodes - 1) * sizeof(int64_t) + nodes * sizeof(int);
-    build_tree<<<(unsigned)n, TREE_THREADS, bytes, stream>>>(parent_list, parent_stride, (int)parent_count, selected, selected_stride, lengths, lengths64 != 0,
+    const size_t bytes = (2 * nodes - 1) * sizeof(int64_t) + nodes * sizeof(int);
+    const int threads = nodes >= 32 ? 1024 : 32 * nodes;
+    build_tree<<<(unsigned)n, threads, bytes, stream>>>(parent_list, parent_stride, (int)parent_count, selected, selected_stride, lengths, lengths64 != 0,
                                                             mask, mask_size, positions, index, next_token, next_sibling, topk, depth, nodes, full != 0);
     return cudaGetLastError();
 }
