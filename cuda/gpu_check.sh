@@ -15,9 +15,9 @@ part tests timeout "${TESTS_S:-150}" "${pytest[@]}" "${tests[@]}" -k cuda; grep 
 part bench timeout "${BENCH_S:-150}" "$PY" cuda/bench.py --report "$out/report.json" "$@"; cut -c1-150 "$out/bench.txt"
 # one pass of the tests under the memory checker, a smaller one under the race checker
 # error exit code 99 tells the sanitizer's findings from a test's failure
-sanitize=(timeout "${SANITIZER_S:-60}" compute-sanitizer --error-exitcode 99 --kernel-regex kns=aerie --print-limit 5)
+sanitize=(timeout "${SANITIZER_S:-60}" compute-sanitizer --error-exitcode 99 --kernel-name kns=aerie --print-limit 5)
 part memcheck "${sanitize[@]}" --tool memcheck "${pytest[@]}" "${tests[@]}" -k "cuda and (320 or strides or infin or weights or topk or tree or fp8 or frozen or online)"
 grep -E 'ERROR SUMMARY|passed|failed|Invalid' "$out/memcheck.txt" | sort | uniq -c | head -8
-part racecheck "${sanitize[@]}" --tool racecheck "${pytest[@]}" "${tests[@]}" -k "cuda and (weights or 8192 or frozen or topk or tree or fp8_rows_strides)"
+part racecheck "${sanitize[@]}" --tool racecheck "${pytest[@]}" "${tests[@]}" -k "cuda and (by_hand or (weights and True) or fp8_rows_strides or topk_refuses or frozen or (online and 1003) or unchecked)"
 grep -E 'RACECHECK SUMMARY|ERROR SUMMARY|hazard|passed|failed' "$out/racecheck.txt" | sort | uniq -c | head -8
 printf '%b' "$summary"

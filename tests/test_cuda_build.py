@@ -33,7 +33,12 @@ def dynamic_shared_limits() -> dict[str, int]:
     """Largest dynamic shared memory a launch may ask for, by kernel name, from the sources' own constants."""
     soft = re.search(r"constexpr int LIMIT = (\d+) \* 1024;", (CUDA / "src" / "soft_target.cu").read_text())
     nodes = re.search(r"MAX_NODES = (\d+);", (CUDA / "src" / "tree.cu").read_text())
-    return {"soft_target_resident": int(soft[1]) * 1024, "build_tree": int(nodes[1]) * 12, "verify_tree_greedy": int(nodes[1]) * 16}
+    backward = {
+        f"drafter_input_backward<{threads}, {vectors}, {blocks}>": 4 * int(vectors) * int(threads) * 16
+        for threads, vectors, blocks in re.findall(r"launch_backward<(\d+), (\d+), (\d+)>", (CUDA / "src" / "drafter_input.cu").read_text())
+    }
+    assert len(backward) == 3
+    return {"soft_target_resident": int(soft[1]) * 1024, "build_tree": int(nodes[1]) * 20, "verify_tree_greedy": int(nodes[1]) * 16} | backward
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here")
