@@ -15,8 +15,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from aerie.answer_log import AnswerLog
 from aerie.config import add_config_arguments, config_from_args
 from aerie.errors import run_main
-from aerie.prepare import MIN_SUPERVISED, Preparation, Rejected
+from aerie.prepare import MIN_SUPERVISED, Preparation
 from aerie.report import write_report
+from aerie.row_writer import Rejected
 
 
 def main() -> None:
@@ -54,8 +55,8 @@ def main() -> None:
 def print_summary(folder: Path, report: dict) -> None:
     """What a reader wants to know before the states are extracted."""
     for split, counts in report["splits"].items():
-        tokens, supervised = counts.get("tokens", 0), counts.get("supervised", 0)
-        print(f"{split}: {counts.get('rows', 0):,} rows, {tokens:,} tokens, {supervised:,} supervised ({supervised / max(tokens, 1):.1%})")
+        tokens, supervised = counts["tokens"], counts["supervised"]
+        print(f"{split}: {counts['rows']:,} rows, {tokens:,} tokens, {supervised:,} supervised ({supervised / max(tokens, 1):.1%})")
     print("draft vocabulary: " + ", ".join(f"{int(size):,} ids cover {share:.2%}" for size, share in report["coverage"].items()) + " of the supervised tokens")
     odd = {name: value for name, value in report["counts"].items() if value and name not in ("chats", "train_chats", "heldout_chats")}
     if odd:

@@ -6,12 +6,12 @@ Twice over the input: first to see which chats there are (64 bits each), then to
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import threading
 import time
 from array import array
 from collections import Counter
-from pathlib import Path
 from typing import Any, Iterator, NamedTuple
 
 import numpy as np
@@ -27,7 +27,8 @@ from .paths import resolve_input
 from .progress import Progress
 from .render import MASK_RULE, ChatTokenizer, Turn, rows_of, supervised_predictions
 from .rid import sample_id
-from .samples import Sample, SampleWriter
+from .row_writer import Rejected, RowWriter
+from .samples import Sample
 from .vocab import COVERAGE_SIZES, coverage, rank_ids, write_vocab_map
 
 MIN_SUPERVISED = 0.05  # below this share of supervised tokens something is probably wrong with the mask
@@ -40,25 +41,7 @@ class Selection(NamedTuple):
     train_below: int  # else prompt_key <= this: trained on
     heldout: int
     train: int
-
-
-class Rejected:
-    """rejected.jsonl: rows that could not be used, with file, line and reason."""
-
-    def __init__(self, path: Path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.path, self.count, self.reasons = path, 0, Counter()
-        self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115  closed by close()
-
-    def add(self, source: str, row: Any, reason: str) -> None:
-        self.count += 1
-        self.reasons[reason.split(":")[0][:80]] += 1
-        if self.count <= 5:
-            print(f"rejected {source}: {reason[:200]}", flush=True)
-        print(json.dumps({"source": source, "reason": reason, "row": json.dumps(row, ensure_ascii=True)[:2000]}, ensure_ascii=True), file=self._file)
-
-    def close(self) -> None:
-        self._file.close()
+    content: str  # names the chats and their order
 
 
 class Preparation:
@@ -97,7 +80,10 @@ class Preparation:
     def select(self, rejected: Rejected) -> Selection:
         """Read everything once; the chats with the smallest prompt hashes are held out, the next ones are trained on."""
         data = self.config.data
-        keys = array("Q", (chat.prompt_key() for chat in self.chats(rejected)))
+        keys, digest = array("Q"), hashlib.sha256()
+        for chat in self.chats(rejected):
+            keys.append(chat.prompt_key())
+            digest.update(chat.content_key().to_bytes(8, "big"))
         if not keys:
             raise UserError(f"no usable chat in {', '.join(map(str, self.inputs))}; see {rejected.path}")
         if data.heldout >= len(keys):
@@ -109,7 +95,7 @@ class Preparation:
         train_below = int(ranked[last])
         train = int(np.searchsorted(ranked, train_below, "right")) - heldout
         self.counts |= {"chats": len(keys), "heldout_chats": heldout, "train_chats": train, "unused_chats": len(keys) - heldout - train}
-        return Selection(heldout_below, train_below, heldout, train)
+        return Selection(heldout_below, train_below, heldout, train, digest.hexdigest())
 
     def selected(self, selection: Selection) -> Iterator[tuple[Chat, bool]]:
         """(chat, held out) for the chosen chats, in input order."""
@@ -202,47 +188,35 @@ class Preparation:
             yield Sample(sample_id(ids, mask), ids, mask)
 
     def write_rows(self, selection: Selection, log: AnswerLog | None, rejected: Rejected) -> dict[str, Any]:
-        """Render, mask and write both splits and the vocabulary map; returns what the report says of them."""
+        """Render, mask and write both splits and the vocabulary map; returns what the report says of them. An interrupted run goes on at its last checkpoint."""
         metadata = self.metadata()
-        vocab = self.tokenizer.vocab_size
-        supervised, others = np.zeros(vocab, np.int64), np.zeros(vocab, np.int64)
-        writers = {split: SampleWriter(self.folder / f"{split}.safetensors", metadata) for split in ("train", "heldout")}
-        totals = {split: Counter() for split in writers}
-        seen: set[int] = set()
-        progress = Progress(selection.heldout + selection.train, "rendered", "chats")
+        settings = [selection, metadata, self.config.data.max_tokens, self.config.data.too_long, self.config.data.truncated_answers, len(log) if log is not None else -1]
+        writer = RowWriter(self.folder, metadata, json.dumps(settings), self.counts, rejected)
+        progress = Progress(selection.heldout + selection.train, "rendered", "chats", already=writer.chats)
         start = time.monotonic()
         try:
-            for chat, heldout in self.selected(selection):
-                split = "heldout" if heldout else "train"
+            for chat, heldout in itertools.islice(self.selected(selection), writer.chats, None):
                 tokens = 0
                 try:
                     for sample in self.rows(chat, log):
-                        if (number := int(sample.id, 16)) in seen:
-                            self.counts["duplicate_rows"] += 1
-                            continue
-                        seen.add(number)
-                        writers[split].add(sample)
-                        tokens += len(sample.input_ids)
-                        learned = sample.input_ids[sample.loss_mask == 1]
-                        totals[split].update(rows=1, tokens=len(sample.input_ids), supervised=len(learned))
-                        if not heldout:
-                            np.add.at(supervised, learned, 1)
-                            np.add.at(others, sample.input_ids[sample.loss_mask == 0], 1)
+                        tokens += writer.add(sample, heldout)
                 except BadRow as exc:
                     rejected.add(chat.source, chat.messages, str(exc))
+                writer.end_of_chat()
                 progress.update(1, tokens=tokens, errors=rejected.count - progress.errors)
-            progress.close()
-            if not len(writers["train"]):
-                raise UserError(f"no row to train on came out of {selection.train} chats; see {rejected.path} and the counts: {dict(self.counts)}")
-            for writer in writers.values():
-                writer.close()
-        finally:
-            for writer in writers.values():
-                writer.abandon()
+        except BaseException:
+            writer.release()
+            raise
+        progress.close()
         self.seconds["rows"] = time.monotonic() - start
-        numbers = np.sort(np.array(writers["train"].numbers, np.uint64))
-        table = self.write_vocab(supervised, others, metadata | {"data_hash": hashlib.sha256(numbers.tobytes()).hexdigest()})
-        return {"splits": {split: dict(counts) for split, counts in totals.items()}, **table}
+        self.rendered = progress.items
+        if not writer.writers["train"].rows:
+            writer.abandon()
+            raise UserError(f"no row to train on came out of {selection.train} chats; see {rejected.path} and the counts: {dict(self.counts)}")
+        supervised, others, data_hash = writer.token_counts(self.tokenizer.vocab_size)
+        table = self.write_vocab(supervised, others, metadata | {"data_hash": data_hash})
+        splits = writer.close()
+        return {"splits": splits, **table}
 
     def write_vocab(self, supervised: np.ndarray, others: np.ndarray, metadata: dict[str, str]) -> dict[str, Any]:
         """Choose the draft vocabulary and write its map."""
@@ -257,7 +231,7 @@ class Preparation:
 
     def rates(self) -> dict[str, float]:
         """Chats and tokens a second of the two slow parts."""
-        found = {"rendered_chats_s": (self.counts["train_chats"] + self.counts["heldout_chats"]) / max(self.seconds["rows"], 1e-9)}
+        found = {"rendered_chats_s": self.rendered / max(self.seconds["rows"], 1e-9)}
         if self.regenerate:
             found |= {"answers_asked": self.asked["answers"], "answer_tok_s": self.asked["tokens"] / max(self.seconds["answers"], 1e-9)}
         return found

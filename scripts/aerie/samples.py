@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import struct
-from array import array
 from pathlib import Path
 from typing import Iterator, NamedTuple, Sequence
 
@@ -58,56 +57,88 @@ def write_samples(path: Path, samples: Sequence[Sample], metadata: dict[str, str
 
 
 class SampleWriter:
-    """Write a split row by row with little memory: rows lie in hidden files beside `path` until close() puts the safetensors file together and renames it."""
+    """Write a split row by row with little memory. Rows lie in hidden files beside `path` until close() puts the safetensors file together and renames it.
 
-    def __init__(self, path: Path, metadata: dict[str, str]):
+    `rows` and `tokens` above 0 go on with the parts of an interrupted run, cut to what its last sync() had put on the disk.
+    """
+
+    PARTS = ("ids", "mask", "index")  # int32 a token, uint8 a token, (length, sample id) uint64 a row
+    BYTES = (4, 1, 16)
+
+    def __init__(self, path: Path, metadata: dict[str, str], rows: int = 0, tokens: int = 0):
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.metadata = path, {"kind": "aerie-samples", "format": "1", **metadata}
-        self.lengths, self.numbers = array("q", [0]), array("Q")  # offsets, sample ids
-        self._parts = [path.with_name(f".{path.name}.{os.getpid()}.{name}.tmp") for name in ("ids", "mask", "whole")]
-        self._ids, self._mask = open(self._parts[0], "w+b"), open(self._parts[1], "w+b")  # noqa: SIM115  closed by close() or abandon()
+        self.rows, self.tokens = rows, tokens
+        self._paths = [path.with_name(f".{path.name}.{name}.part") for name in self.PARTS]
+        self._files = [open(part, "r+b" if rows else "w+b") for part in self._paths]  # noqa: SIM115  closed by close() or abandon()
+        for file, size in zip(self._files, self._sizes(), strict=True):
+            file.truncate(size)
+            file.seek(size)
 
-    def __len__(self) -> int:
-        return len(self.numbers)
+    def _sizes(self) -> list[int]:
+        return [width * count for width, count in zip(self.BYTES, (self.tokens, self.tokens, self.rows), strict=True)]
 
     def add(self, sample: Sample) -> None:
         """Append one row."""
-        self._ids.write(np.ascontiguousarray(sample.input_ids, "<i4").tobytes())
-        self._mask.write(np.ascontiguousarray(sample.loss_mask, np.uint8).tobytes())
-        self.lengths.append(self.lengths[-1] + len(sample.input_ids))
-        self.numbers.append(int(sample.id, 16))
+        ids, mask, index = self._files
+        ids.write(np.ascontiguousarray(sample.input_ids, "<i4").tobytes())
+        mask.write(np.ascontiguousarray(sample.loss_mask, np.uint8).tobytes())
+        index.write(struct.pack("<QQ", len(sample.input_ids), int(sample.id, 16)))
+        self.rows, self.tokens = self.rows + 1, self.tokens + len(sample.input_ids)
+
+    def sync(self) -> None:
+        """Put what was added on the disk."""
+        for file in self._files:
+            file.flush()
+            os.fsync(file.fileno())
+
+    def read_back(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """input_ids, loss_mask and sample ids (uint64) of all rows so far, by memory map where there are any."""
+        self.sync()
+        ids, mask, index = (
+            np.memmap(path, dtype, "r") if size else np.zeros(0, dtype) for path, dtype, size in zip(self._paths, ("<i4", "u1", "<u8"), self._sizes(), strict=True)
+        )
+        return ids, mask, index[1::2]
 
     def close(self) -> None:
         """Put the file together under a temporary name, fsync, rename. The layout is safetensors' own: length, JSON header, tensors without gaps."""
-        rows = self.lengths[-1]
-        sizes = {"offsets": 8 * len(self.lengths), "sample_ids": 8 * len(self.numbers), "input_ids": 4 * rows, "loss_mask": rows}
-        shapes = {"offsets": len(self.lengths), "sample_ids": len(self.numbers), "input_ids": rows, "loss_mask": rows}
+        for file in self._files:
+            file.flush()
+        index = np.fromfile(self._paths[2], "<u8").reshape(-1, 2)  # [N, 2]
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(index[:, 0].astype(np.int64))])
+        shapes = {"offsets": self.rows + 1, "sample_ids": self.rows, "input_ids": self.tokens, "loss_mask": self.tokens}
         header: dict[str, object] = {"__metadata__": self.metadata}
         place = 0
-        for name, size in sizes.items():
-            header[name] = {"dtype": TENSORS[name], "shape": [shapes[name]], "data_offsets": [place, place + size]}
-            place += size
+        for (name, count), width in zip(shapes.items(), (8, 8, 4, 1), strict=True):
+            header[name] = {"dtype": TENSORS[name], "shape": [count], "data_offsets": [place, place + width * count]}
+            place += width * count
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
         try:
-            with open(self._parts[2], "wb") as whole:
+            with open(temporary, "wb") as whole:
                 whole.write(struct.pack("<Q", len(text)) + text)
-                whole.write(np.array(self.lengths, "<i8").tobytes() + np.array(self.numbers, "<u8").tobytes())
-                for part in (self._ids, self._mask):
+                whole.write(offsets.astype("<i8").tobytes() + index[:, 1].tobytes())
+                for part in self._files[:2]:
                     part.seek(0)
                     shutil.copyfileobj(part, whole, 1 << 20)
                 whole.flush()
                 os.fsync(whole.fileno())
-            os.replace(self._parts[2], self.path)
+            os.replace(temporary, self.path)
         finally:
-            self.abandon()
+            temporary.unlink(missing_ok=True)
+        self.abandon()
+
+    def release(self) -> None:
+        """Close the parts and leave them."""
+        for file in self._files:
+            file.close()
 
     def abandon(self) -> None:
-        """Remove the unfinished parts; the file of an earlier run stays as it was."""
-        for part in (self._ids, self._mask):
-            part.close()
-        for part in self._parts:
-            part.unlink(missing_ok=True)
+        """Remove the parts; the file of an earlier run stays as it was."""
+        self.release()
+        for path in self._paths:
+            path.unlink(missing_ok=True)
 
 
 class SampleFile:

@@ -1,0 +1,143 @@
+"""Both splits written row by row, with a checkpoint every few seconds: a killed run goes on there instead of rendering everything again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .report import write_json
+from .samples import Sample, SampleWriter
+
+CHECKPOINT_S = 10.0
+BLOCK = 1 << 22  # tokens counted at once
+SPLITS = ("train", "heldout")
+
+
+class Rejected:
+    """rejected.jsonl: rows that could not be used, with file, line and reason."""
+
+    def __init__(self, path: Path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path, self.count, self.reasons = path, 0, Counter()
+        self.before = path.read_bytes() if path.exists() else b""  # what an interrupted run had written
+        self._file = open(path, "wb")  # noqa: SIM115  closed by close()
+
+    def add(self, source: str, row: Any, reason: str) -> None:
+        """Write one row; the first few are also said on the terminal."""
+        self._count(reason)
+        if self.count <= 5:
+            print(f"rejected {source}: {reason[:200]}", flush=True)
+        self._write(json.dumps({"source": source, "reason": reason, "row": json.dumps(row, ensure_ascii=True)[:2000]}, ensure_ascii=True).encode() + b"\n")
+
+    def place(self) -> int:
+        """Bytes on the disk so far."""
+        self._file.flush()
+        return self._file.tell()
+
+    def take_over(self, start: int, end: int) -> None:
+        """Write again what an interrupted run had written between these places."""
+        for line in self.before[start:end].splitlines(keepends=True):
+            self._count(json.loads(line)["reason"])
+            self._write(line)
+
+    def _count(self, reason: str) -> None:
+        self.count += 1
+        self.reasons[reason.split(":")[0][:80]] += 1
+
+    def _write(self, line: bytes) -> None:
+        self._file.write(line)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class RowWriter:
+    """The rows of both splits, each row once. `settings` names everything that the rows depend on: only then an interrupted run is taken up."""
+
+    def __init__(self, folder: Path, metadata: dict[str, str], settings: str, counts: Counter[str], rejected: Rejected):
+        self.state, self.counts, self.rejected = folder / ".rows.json", counts, rejected
+        self.fingerprint = hashlib.sha256(settings.encode()).hexdigest()
+        self.chats, self.start = 0, rejected.place()
+        self.supervised = Counter({split: 0 for split in SPLITS})
+        sizes = {split: [0, 0] for split in SPLITS}
+        if (found := self._interrupted(folder)) is not None:
+            self.chats, sizes, self.supervised = found["chats"], found["sizes"], Counter(found["supervised"])
+            counts.clear()
+            counts.update(found["counts"])
+            rejected.take_over(*found["rejected"])
+            print(f"going on with an interrupted run: {self.chats:,} chats are rendered already", flush=True)
+        self.writers = {split: SampleWriter(folder / f"{split}.safetensors", metadata, *sizes[split]) for split in SPLITS}
+        self.seen = {int(number) for writer in self.writers.values() for number in writer.read_back()[2]}
+        self._last = time.monotonic()
+
+    def _interrupted(self, folder: Path) -> dict[str, Any] | None:
+        try:
+            found = json.loads(self.state.read_text())
+        except (FileNotFoundError, json.JSONDecodeError):
+            return None
+        if found["fingerprint"] != self.fingerprint:
+            return None
+        for split, (rows, tokens) in found["sizes"].items():
+            for name, width, count in zip(SampleWriter.PARTS, SampleWriter.BYTES, (tokens, tokens, rows), strict=True):
+                part = folder / f".{split}.safetensors.{name}.part"
+                if rows and (not part.exists() or part.stat().st_size < width * count):
+                    return None
+        return found
+
+    def add(self, sample: Sample, heldout: bool) -> int:
+        """Write one row unless the same one is there; returns its tokens."""
+        if (number := int(sample.id, 16)) in self.seen:
+            self.counts["duplicate_rows"] += 1
+            return 0
+        self.seen.add(number)
+        split = SPLITS[heldout]
+        self.writers[split].add(sample)
+        self.supervised[split] += int(sample.loss_mask.sum())
+        return len(sample.input_ids)
+
+    def end_of_chat(self) -> None:
+        """One chat is done; every few seconds that is put on the disk."""
+        self.chats += 1
+        if time.monotonic() - self._last < CHECKPOINT_S:
+            return
+        for writer in self.writers.values():
+            writer.sync()
+        write_json(self.state, {
+            "fingerprint": self.fingerprint, "chats": self.chats, "sizes": {split: [writer.rows, writer.tokens] for split, writer in self.writers.items()},
+            "supervised": self.supervised, "counts": self.counts, "rejected": [self.start, self.rejected.place()],
+        })  # fmt: skip
+        self._last = time.monotonic()
+
+    def token_counts(self, vocab_size: int) -> tuple[np.ndarray, np.ndarray, str]:
+        """Counts [V] of the supervised and of the other tokens of the training split, and a hash of its rows whatever their order."""
+        ids, mask, numbers = self.writers["train"].read_back()
+        counts = np.zeros((2, vocab_size), np.int64)
+        for start in range(0, len(ids), BLOCK):
+            part, on = ids[start : start + BLOCK], mask[start : start + BLOCK]
+            counts[0] += np.bincount(part[on == 1], minlength=vocab_size)
+            counts[1] += np.bincount(part[on == 0], minlength=vocab_size)
+        return counts[0], counts[1], hashlib.sha256(np.sort(numbers).tobytes()).hexdigest()
+
+    def close(self) -> dict[str, dict[str, int]]:
+        """Put both files together; returns rows, tokens and supervised tokens by split."""
+        for writer in self.writers.values():
+            writer.close()
+        self.state.unlink(missing_ok=True)
+        return {split: {"rows": writer.rows, "tokens": writer.tokens, "supervised": self.supervised[split]} for split, writer in self.writers.items()}
+
+    def release(self) -> None:
+        """Interrupted: the parts stay where the last checkpoint can go on with them."""
+        for writer in self.writers.values():
+            writer.release()
+
+    def abandon(self) -> None:
+        """Leave nothing behind."""
+        for writer in self.writers.values():
+            writer.abandon()
+        self.state.unlink(missing_ok=True)
