@@ -22,6 +22,7 @@ from .paths import ROOT
 from .report import write_json
 
 MODES = ("extraction", "serving", "baseline", "oracle")  # capture on / target + drafter / target alone / SGLang's own aux states in the answer (see prove.py)
+CAPTURE_OFF = {"SGLANG_HS_DUMP_DIR": ""}  # an extraction server with capture off: what bench_capture.py compares with
 PORT_KEYS = {"extraction": "server.port", "serving": "serve.port", "baseline": "bench.baseline_port", "oracle": "bench.baseline_port"}
 
 CPU_PLATFORM = ROOT / "patches" / "cpu_platform"

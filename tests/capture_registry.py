@@ -1,0 +1,39 @@
+"""Walk SGLang's model registry: which classes can be captured. Run as a script it prints JSON; it imports every model file of SGLang (about 20 s)."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import sys
+
+# Classes that draft for another model, or embed: they inherit the setter and are no targets.
+NO_TARGET = re.compile(r"NextN|MTP|Eagle|Assistant|Embedding|^MindSpore")
+
+
+def walk() -> dict[str, object]:
+    """`targets`: architectures with set_eagle3_layers_to_capture, `text_models`: the classes whose forward captures, with forward's parameters and returns."""
+    from sglang.srt.models.registry import ModelRegistry
+
+    models = ModelRegistry.models
+    setters = {name for name, model in models.items() if hasattr(model, "set_eagle3_layers_to_capture")}
+    text_models: dict[str, dict[str, object]] = {}
+    for module in {sys.modules[model.__module__] for model in models.values()}:
+        for name, model in inspect.getmembers(module, inspect.isclass):
+            if model.__module__ != module.__name__ or "forward" not in model.__dict__:
+                continue
+            try:
+                source = inspect.getsource(model.forward)
+            except (OSError, TypeError):
+                continue
+            if re.search(r"self\.layers_to_capture|_is_layer_to_capture", source):
+                returns = re.findall(r"return ((?:\(.*\)|[\w, ]+), \w*aux_hidden_states\w*(?:\.finalize\(\))?)$", source, re.MULTILINE)
+                text_models[f"{module.__name__.rpartition('.')[2]}.{name}"] = {"parameters": list(inspect.signature(model.forward).parameters), "returns": returns}
+    return {
+        "registered": len(models), "targets": sorted(name for name in setters if not NO_TARGET.search(name)),
+        "drafts": sorted(name for name in setters if NO_TARGET.search(name)), "text_models": text_models,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    print("REGISTRY " + json.dumps(walk()))
