@@ -35,6 +35,8 @@ SAFETENSORS_DTYPE = {
     torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float8_e4m3fn: "F8_E4M3", torch.int32: "I32",
 }  # fmt: skip
 FP8_MAX = 448.0  # the largest finite e4m3 value
+FP8_TINY = 1e-30  # a row of zeros gets a scale that can still be divided by
+FP8_ROWS = 2048  # quantised in one go
 ALIGN = 256  # bytes; every tensor in the ring starts at a multiple
 
 
@@ -145,8 +147,12 @@ def open_folder(path: str) -> None:
     os.unlink(probe + ".tmp")
     for name in os.listdir(path):
         parts = name.split(".")
-        if name.startswith(".aerie.") and name.endswith(".tmp") and parts[-2].isdigit() and not os.path.exists(f"/proc/{parts[-2]}"):
-            os.unlink(os.path.join(path, name))
+        ours = name.startswith(".aerie.") and name.endswith(".tmp") or name.startswith("capture.") and name.endswith(".json") and len(parts) == 3
+        if ours and parts[-2].isdigit() and not os.path.exists(f"/proc/{parts[-2]}"):
+            try:
+                os.unlink(os.path.join(path, name))
+            except FileNotFoundError:
+                pass  # another rank was faster
 
 
 # ---- which module, which layers ---------------------------------------------------------------------------------------------------------------
@@ -214,11 +220,14 @@ def find_layers(model: torch.nn.Module, layer_ids: tuple[int, ...]) -> LayerSwit
 
 
 def quantize_rows_fp8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[T, H] -> e4m3 [T, H] and float32 scale [T]; row = q * scale. A row that is not finite gets a scale that is not finite."""
-    values = rows.float()
-    amax = values.abs().amax(dim=-1)
-    scale = torch.where(amax == 0, torch.ones_like(amax), amax / FP8_MAX)
-    return (values / scale.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale
+    """[T, H] -> e4m3 [T, H] and float32 scale [T]; row = q * scale, scale = the row's largest magnitude / 448. A row that is not finite gets scale NaN."""
+    wide = rows.float()
+    amax = wide.abs().amax(-1, keepdim=True)
+    finite = torch.isfinite(amax)
+    floored = amax.clamp_min(FP8_TINY)
+    largest = torch.full_like(floored, FP8_MAX)
+    q = torch.where(finite, wide * (largest / floored), 0.0).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    return q, torch.where(finite, floored / largest, torch.nan).squeeze(-1)
 
 
 class Ring:
@@ -334,8 +343,8 @@ class Counters:
 class Writer:
     """Threads that turn jobs into files, and one that looks for abandoned requests and logs the counters."""
 
-    def __init__(self, settings: Settings, metadata: dict[str, str], ring: Ring, counters: Counters):
-        self.settings, self.metadata, self.ring, self.counters = settings, metadata, ring, counters
+    def __init__(self, settings: Settings, metadata: dict[str, str], ring: Ring, counters: Counters, device: torch.device):
+        self.settings, self.metadata, self.ring, self.counters, self.device = settings, metadata, ring, counters, device
         self.fields: list[Field] = []  # set by the first batch, the same ever after
         self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self.serial = 0
@@ -352,6 +361,8 @@ class Writer:
             thread.join()
 
     def _work(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # else the first wait for an event would open a context on GPU 0
         while (job := self.jobs.get()) is not None:
             try:
                 self._do(job)
@@ -633,6 +644,8 @@ class Capture:
             flat = memory[base + start : base + start + item.row_bytes * job.rows].view(item.dtype)
             targets[item.name] = flat.view(job.rows, item.columns) if item.columns else flat
         names = [item.name for item in self.writer.fields if item.columns]
+        if fp8:  # in pieces, so that its float32 copies stay small beside a model that fills the GPU
+            runs = [[first + at, min(FP8_ROWS, count - at), row + at] for first, count, row in runs for at in range(0, count, FP8_ROWS)]
         for first, count, row in runs:
             targets["input_ids"][row : row + count].copy_(ids[first : first + count].to(torch.int32), non_blocking=True)
             for name, state in zip(names, states):
@@ -686,26 +699,25 @@ def install(model_runner: Any) -> None:
     writer = None
     if parallel.attn_tp_rank == 0:
         budget = settings.budget_mb << 20 or default_budget(model_runner, len(switch.points))
-        writer = Writer(settings, describe(model_runner, settings, switch), Ring(budget, pinned=device.type == "cuda"), Counters())
+        writer = Writer(settings, describe(model_runner, settings, switch), Ring(budget, pinned=device.type == "cuda"), Counters(), device)
     capture = Capture(switch, settings, (ForwardMode.EXTEND, ForwardMode.MIXED), writer, device)
     switch.text.forward = capture.forward
     if writer is None:
         logger.info("hidden-state dump: attention-TP rank %d captures with rank 0 and writes nothing", parallel.attn_tp_rank)
         return
-    dp_rank = parallel.attn_dp_rank
     logger.info(
         "hidden-state dump: %s, layer ids %s: state after %s decoder layers and the final norm, dtype %s, attention-DP rank %d, folder %s, budget %.0f MB, %d writers",
-        type(switch.text).__name__, list(settings.layer_ids), switch.points, settings.dtype, dp_rank, settings.dir, writer.ring.size / 1e6, settings.writers,
+        type(switch.text).__name__, list(settings.layer_ids), switch.points, settings.dtype, parallel.attn_dp_rank, settings.dir, writer.ring.size / 1e6, settings.writers,
     )  # fmt: skip
-    threading.Thread(target=watch, args=(capture, writer, dp_rank), name="hidden-state-watch", daemon=True).start()
+    threading.Thread(target=watch, args=(capture, writer), name="hidden-state-watch", daemon=True).start()
 
 
 def default_budget(model_runner: Any, points: int) -> int:
-    """Bytes for four of the largest batches, at least 256 MB and at most 8 GB."""
+    """Bytes for at least four of the largest batches, from 256 MB to 8 GB; a power of two, which pinned memory is rounded to anyway."""
     args = model_runner.server_args
     batch_tokens = max(args.chunked_prefill_size or 0, 0) or args.max_prefill_tokens or 16384
     row = (points + 1) * model_runner.model_config.hidden_size * model_runner.model_config.dtype.itemsize
-    return min(max(4 * batch_tokens * row, 256 << 20), 8 << 30)
+    return min(max(1 << (4 * batch_tokens * row - 1).bit_length(), 256 << 20), 8 << 30)
 
 
 def describe(model_runner: Any, settings: Settings, switch: LayerSwitch) -> dict[str, str]:
@@ -721,9 +733,9 @@ def describe(model_runner: Any, settings: Settings, switch: LayerSwitch) -> dict
     }  # fmt: skip
 
 
-def watch(capture: Capture, writer: Writer, dp_rank: int) -> None:
-    """Every second: free abandoned requests, keep `capture.<rank>.json` in the folder fresh; once a minute log the counters."""
-    path = os.path.join(writer.settings.dir, f"capture.{dp_rank}.json")
+def watch(capture: Capture, writer: Writer) -> None:
+    """Every second: free abandoned requests, keep `capture.<pid>.json` in the folder fresh; once a minute log the counters."""
+    path = os.path.join(writer.settings.dir, f"capture.{os.getpid()}.json")
     last_log, last_values = time.monotonic(), None
     while True:
         try:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
 import shutil
+import sys
 import threading
 import time
 from pathlib import Path
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from aerie import dumps
+from aerie.paths import ROOT
 from aerie.rid import RID_PATTERN, new_rid
 from capture_fakes import LAYERS, Mode, Model, Rig, TextModel, expected_state, load_hook
 
@@ -422,3 +425,77 @@ def test_metadata_can_be_read_without_the_reader(rig: Callable[..., Rig]) -> Non
     header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
     assert header["__metadata__"]["rid"] == rid and header["__metadata__"]["rows"] == "2"
     assert len(raw) == 8 + int.from_bytes(raw[:8], "little") + max(item["data_offsets"][1] for key, item in header.items() if key != "__metadata__")
+
+
+# ---- fp8 ----
+
+
+def test_fp8_rows_are_the_project_s_one_definition_bit_for_bit() -> None:
+    reference = load_reference()
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        rows = (torch.randn(64, 200, generator=generator) * torch.logspace(-6, 3, 64).unsqueeze(1)).to(dtype)
+        rows[3] = 0
+        rows[4, 7] = float("nan")
+        rows[5, 9] = float("inf")
+        for mine, theirs in zip(hook.quantize_rows_fp8(rows), reference.quantize_rows_fp8(rows)):
+            assert mine.dtype == theirs.dtype
+            assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+
+
+def load_reference() -> Any:
+    """cuda/reference.py of this checkout."""
+    sys.path.insert(0, str(ROOT / "cuda"))
+    try:
+        return importlib.import_module("reference")
+    finally:
+        sys.path.pop(0)
+
+
+def test_fp8_dump_within_half_a_step_of_the_states(rig: Callable[..., Rig]) -> None:
+    one = rig(dtype="fp8", budget_mb=4)
+    ids = list(range(1, 3001))  # more rows than are quantised in one go
+    rid = name(len(ids))
+    one.run((rid, ids[:2500], 0))
+    one.run(("other", [1, 2], 0), (rid, ids[2500:], 2500))
+    dump = dumps.read_dump(dumps.wait_dump(one.folder, rid, 10))
+    dumps.check_dump(dump, rid, ids)
+    positions = torch.arange(len(ids))
+    states = [expected_state(torch.tensor(ids), positions, point) for point in one.switch.points] + [expected_state(torch.tensor(ids), positions, LAYERS) * 2]
+    for found, wanted in zip([*dump.aux_float().chunk(3, dim=-1), dump.final_float()], states):
+        error = (found - wanted).abs()
+        assert bool((error <= wanted.abs() * 2**-4 * 1.001 + wanted.abs().amax(dim=-1, keepdim=True) * 2**-10 / 448).all())  # 3 mantissa bits; subnormals near 0
+    assert dump.nbytes == len(ids) * (4 + 4 * (8 + 4))
+
+
+def test_a_value_that_is_not_finite_shows_in_an_fp8_dump(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    one = rig(dtype="fp8")
+    original = one.capture.original
+
+    def poisoned(*args: Any) -> Any:
+        hidden, aux = original(*args)
+        aux[1][2, 5] = float("inf")
+        return hidden, aux
+
+    monkeypatch.setattr(one.capture, "original", poisoned)
+    rid = name(4)
+    one.run((rid, [1, 2, 3, 4], 0))
+    with pytest.raises(dumps.DumpError, match="aux_1 holds a value that is not finite in row 2 of 4"):
+        dumps.check_dump(dumps.read_dump(dumps.wait_dump(one.folder, rid, 10)), rid, [1, 2, 3, 4])
+
+
+def test_what_a_server_says_of_itself(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    one = rig(log_s=0.01)
+    rid = name(3)
+    one.run((rid, [1, 2, 3], 0))
+    check(one, rid, [1, 2, 3])
+    monkeypatch.setattr(hook.time, "sleep", lambda _: (_ for _ in ()).throw(SystemExit))  # one turn of the loop
+    with caplog.at_level("INFO"), pytest.raises(SystemExit):
+        hook.watch(one.capture, one.writer)
+    (info,) = dumps.capture_info(one.folder)
+    assert info["counters"]["requests"] == info["counters"]["dumps"] == 1 and info["counters"]["rows"] == 3 and info["pid"] == os.getpid()
+    (one.folder / f"capture.{os.getpid()}.json").rename(one.folder / "capture.4194305.json")
+    (one.folder / "capture.4194305.json").write_text(json.dumps({**info, "pid": 4194305}))
+    assert dumps.capture_info(one.folder) == []
+    hook.open_folder(str(one.folder))
+    assert not (one.folder / "capture.4194305.json").exists()

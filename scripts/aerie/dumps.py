@@ -191,7 +191,9 @@ def capture_info(folder: Path) -> list[dict[str, Any]]:
     found = []
     for path in sorted(Path(folder).glob("capture.*.json")):
         try:
-            found.append(json.loads(path.read_text(encoding="utf-8")))
+            info = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             continue
+        if Path(f"/proc/{info['pid']}").exists():  # else a dead server's, until the next one clears it away
+            found.append(info)
     return found
