@@ -40,6 +40,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 16, "intermediate_size": 6144, "moe_intermediate_size": 768,
         "n_routed_experts": 64, "num_experts_per_tok": 6, "n_group": 8, "topk_group": 4, "q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
         "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 32000, "max_position_embeddings": 8192, "initializer_range": 0.02,
+        "rope_scaling": CONFIGS["deepseek_v3"]["rope_scaling"] | {"factor": 8.0},
     },
 }  # fmt: skip
 LAYER_IDS = {"smollm2": [1, 14, 26], "deepseek": [2, 4, 6]}
@@ -52,8 +53,8 @@ ARGS = {
 }  # fmt: skip
 DEVICE = "cuda"
 if not torch.cuda.is_available():
-    DEVICE, LENGTHS, VOCAB, SHAPES = "cpu", (2, 77, 300), 320, {"smollm2": CONFIGS["llama"], "deepseek": CONFIGS["deepseek_v3"]}
-    LAYER_IDS, ARGS, LOADS = {"smollm2": [1, 2, 4], "deepseek": [2, 3, 5]}, {"chunked-prefill-size": 256, "skip-tokenizer-init": True}, dict.fromkeys(SHAPES, (12, 64, 4))
+    DEVICE, LENGTHS, VOCAB, SHAPES = "cpu", (2, 77, 300), 320, {"deepseek": CONFIGS["deepseek_v3"]}
+    LAYER_IDS, ARGS, LOADS = {"deepseek": [2, 3, 5]}, {"chunked-prefill-size": 256, "skip-tokenizer-init": True}, dict.fromkeys(SHAPES, (12, 64, 4))
 
 
 def make_model(name: str, folder: Path) -> Path:
