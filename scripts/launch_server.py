@@ -30,7 +30,7 @@ def main() -> int:
         print(f"the extraction server of run {config.run.name!r} {'was ended' if server else 'is not running'}")
         return 0
     server = running_server(config)
-    if server and server.healthy():
+    if server and server.healthy(60):  # a busy server answers behind the prefills that came before
         print(f"the extraction server of run {config.run.name!r} is already running and healthy: {server.url}")
         return 0
     if server:

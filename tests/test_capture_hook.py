@@ -16,7 +16,8 @@ from typing import Any, Callable, Iterator
 import numpy as np
 import pytest
 import torch
-from aerie import dumps
+from aerie import dumps, prove
+from aerie.errors import UserError
 from aerie.paths import ROOT
 from aerie.rid import RID_PATTERN, new_rid
 from capture_fakes import LAYERS, Mode, Model, Rig, TextModel, expected_state, load_hook
@@ -499,3 +500,28 @@ def test_what_a_server_says_of_itself(rig: Callable[..., Rig], monkeypatch: pyte
     assert dumps.capture_info(one.folder) == []
     hook.open_folder(str(one.folder))
     assert not (one.folder / "capture.4194305.json").exists()
+
+
+# ---- the comparison of prove.py ----
+
+
+def test_the_proof_tells_right_layers_from_wrong_ones() -> None:
+    generator = torch.Generator().manual_seed(1)
+    states = [torch.randn(50, 24, generator=generator) for _ in range(3)]
+
+    def dump(aux: list[torch.Tensor]) -> dumps.Dump:
+        return dumps.Dump(Path("x"), {}, torch.arange(50), aux, states[0], [], None)
+
+    wanted = [torch.cat(states, dim=-1)]
+    exact = prove.compare([dump(states)], wanted, [1, 2, 3], "float32")
+    assert exact.passed and exact.equal_rows == exact.rows == 50 and exact.relative_error == [0, 0, 0]
+    near = prove.compare([dump([state * (1 + 1e-6) for state in states])], wanted, [1, 2, 3], "float32")
+    assert near.passed and near.equal_rows < 50
+    assert not prove.compare([dump([states[1], states[0], states[2]])], wanted, [1, 2, 3], "bfloat16").passed  # two layers swapped
+    shifted = [state.roll(1, dims=0) for state in states]
+    assert not prove.compare([dump(shifted)], wanted, [1, 2, 3], "bfloat16").passed  # rows off by one
+    assert "FAILED" in prove.compare([dump(shifted)], wanted, [1, 2, 3], "bfloat16").line()
+    close = [states[0], states[0] * 1.001, states[0] * 1.002]  # layers so alike that the proof could not tell them apart
+    assert not prove.compare([dump(close)], [torch.cat([close[0] * 1.001, *close[1:]], dim=-1)], [1, 2, 3], "bfloat16").passed
+    with pytest.raises(UserError, match="another number of layers"):
+        prove.compare([dump(states[:2])], wanted, [1, 2], "float32")

@@ -279,6 +279,39 @@ def test_a_server_killed_in_the_middle_and_started_again(make_config: Callable[.
 
 @pytest.mark.server
 @pytest.mark.slow
+def test_a_budget_that_is_too_small_drops_the_dump_and_the_server_goes_on(make_config: Callable[..., Config], start_server: Callable[..., Server]) -> None:
+    config = make_config("deepseek_v3", "budget", server={"args": {"chunked-prefill-size": 2048}, "env": {"SGLANG_HS_DUMP_BUDGET_MB": "1"}})
+    client = Client(start_server(config, "extraction"))
+    big, small = random_prompt(1500, 1), random_prompt(300, 2)  # 1.5 MB of rows, and 0.3
+    rid = client.rid(big)
+    assert client.post(rid, big).status_code == 200
+    with pytest.raises(dumps.DumpError, match="no room for .* bytes in the budget of 1048576 bytes"):
+        dumps.wait_dump(client.folder, rid, 30)
+    client.capture(small)
+    assert client.post(None, big, max_new_tokens=4).status_code == 200
+    client.server.stop()
+
+
+@pytest.mark.server
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "args", [{"dp-size": 2}, {"dp-size": 2, "tp-size": 2, "enable-dp-attention": True}], ids=["replicas", "attention"]
+)
+def test_data_parallel_each_rank_writes_its_own(
+    args: dict[str, Any], make_config: Callable[..., Config], start_server: Callable[..., Server], tiny_model: Callable[..., Path]
+) -> None:
+    config = make_config("deepseek_v3", f"dp{len(args)}", server={"args": {"chunked-prefill-size": 256, **args}, "env": {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}})
+    client = Client(start_server(config, "extraction"))
+    for _ in range(2):
+        check_family(client, tiny_model("deepseek_v3"))
+    time.sleep(3)
+    counts = [info["counters"] for info in dumps.capture_info(client.folder)]
+    assert len(counts) == 2 and all(each["dumps"] > 0 and each["errors"] == 0 for each in counts)
+    client.server.stop()
+
+
+@pytest.mark.server
+@pytest.mark.slow
 def test_fp8_dumps_of_a_real_server(make_config: Callable[..., Config], start_server: Callable[..., Server], tiny_model: Callable[..., Path]) -> None:
     config = make_config("deepseek_v3", "fp8", extract={"dtype": "fp8"}, server={"args": {"chunked-prefill-size": 256}})
     server = start_server(config, "extraction")

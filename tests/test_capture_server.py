@@ -218,6 +218,20 @@ def wait_for(question: Callable[[], Any], seconds: float) -> Any:
     return answer
 
 
+def test_a_dump_folder_that_goes_away_harms_nobody_and_may_come_back(client: Client, prompts: list[list[int]], alone: list[dumps.Dump]) -> None:
+    away = client.folder.with_name("away")
+    client.folder.rename(away)
+    try:
+        rid = client.rid(prompts[2])
+        assert client.post(rid, prompts[2]).status_code == 200
+        assert client.post(None, prompts[2], max_new_tokens=4).status_code == 200
+    finally:
+        away.rename(client.folder)
+    assert_same_states(client.capture(prompts[2]), alone[2])
+    assert not dumps.dump_path(client.folder, rid).exists()
+    dumps.remove_dump(client.folder, rid)
+
+
 def test_the_server_says_what_it_captures_and_counts(client: Client) -> None:
     (info,) = dumps.capture_info(client.folder)
     assert info["aux_layer_ids"] == "[2, 3, 5]" and info["capture_points"] == "[2, 3, 5]" and info["model_class"] == "DeepseekV3ForCausalLM"

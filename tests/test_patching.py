@@ -15,6 +15,7 @@ from aerie import patching
 from aerie.errors import UserError
 from aerie.patching import CODE, RECORD, Installation, parse_patch
 from aerie.paths import ROOT
+from aerie.prove import refuse_without_oracle
 
 RUNNER = "sglang/srt/model_executor/model_runner.py"
 ORIGINAL = "import logging\nimport time\n\n\nclass ModelRunner:\n    def load_model(self):\n        self.model = load()\n\n    def forward(self):\n        return 1\n"
@@ -189,3 +190,11 @@ def test_no_word_of_ours_is_left_in_the_patched_lines_when_off() -> None:
         assert "hidden_state_dump" in body
     assert text.count("hidden_state_dump") == 3
     assert patching.HUNK.match("@@ -1,2 +1,3 @@")
+
+
+def test_an_sglang_without_the_oracle_is_told_so(site: Path, patches: Path) -> None:
+    one = Installation(site, "9.9.9", patches)
+    with pytest.raises(UserError, match="SGLang 9.9.9 cannot answer with auxiliary states"):
+        refuse_without_oracle(one)
+    (site / "sglang" / "srt" / "server_args.py").write_text("enable_return_aux_hidden_states = False\n")
+    refuse_without_oracle(one)

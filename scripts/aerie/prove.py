@@ -17,6 +17,7 @@ from . import dumps
 from .capture_server import MODE, check_patch, running_server
 from .config import Config
 from .errors import UserError
+from .patching import Installation
 from .rid import new_rid, sample_id
 from .samples import SampleFile
 from .servers import Server, dump_dir, server_args
@@ -134,12 +135,20 @@ def chunk_limit(config: Config) -> int:
     return max(min([PROMPT_TOKENS, *(size - 8 if size > 16 else size for size in sizes)]), 2)
 
 
+def refuse_without_oracle(found: Installation) -> None:
+    """Raise UserError when this SGLang has no --enable-return-aux-hidden-states (0.5.17 has not)."""
+    sources = [found.site / "sglang" / "srt" / name for name in ("server_args.py", "arg_groups/field_order.py")]
+    if not any(path.is_file() and b"enable_return_aux_hidden_states" in path.read_bytes() for path in sources):
+        raise UserError(f"SGLang {found.version} cannot answer with auxiliary states (--enable-return-aux-hidden-states), so it cannot prove them; use 0.5.23 for the proof")
+
+
 def prove_aux(config: Config, count: int, say: Callable[[str], None] = print) -> AuxProof:
     """The whole proof, for `02b --prove-aux N`: prompts through the extraction server, then, that one ended (both may not fit), through the oracle.
 
     Starts what is not running and leaves neither server running. Raises UserError when a server does not start or answer.
     """
     check_patch()
+    refuse_without_oracle(Installation.active())
     prompts = prompts_of_run(config, count, chunk_limit(config))
     server = running_server(config)
     if server is None:
