@@ -11,6 +11,7 @@ import hashlib
 import json
 import mmap
 import os
+import time
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Sequence
@@ -117,6 +118,7 @@ class ShardWriter:
         self.samples: list[dict[str, Any]] = []
         self.metadata: dict[str, str] = {}
         self.header_bytes = 0
+        self.begun = time.monotonic()
         self._fd = -1
 
     @property

@@ -1,0 +1,109 @@
+#!/usr/bin/env python3
+"""Extract and train at the same time through the store's folder, so that the store never has to be whole (extract.keep_gb). Either end may die: it is started again and goes on."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from aerie.config import Config, add_config_arguments, config_from_args
+from aerie.errors import EXIT_INTERRUPTED, UserError, run_main
+from aerie.extract_plan import make_plan, state_bytes
+from aerie.identity import read_model_config, text_config
+from aerie.pipeline import script_command
+
+RESTARTS = 5  # of one end, when it was killed or crashed; an error that the user can mend is not repeated
+PAUSE_S = 2.0
+
+
+@dataclass
+class End:
+    """One of the two processes."""
+
+    name: str
+    command: list[str]
+    process: subprocess.Popen | None = None
+    restarts: int = 0
+    done: bool = False
+    codes: list[int] = field(default_factory=list)
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(self.command, env=os.environ | {"PY": sys.executable})
+
+    def stop(self) -> None:
+        """Ask it to end as Ctrl-C does (both keep what is done), and wait."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            try:
+                self.process.wait(60)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+
+def store_size(config: Config) -> int:
+    """Bytes of the whole store, as planned from the data and the target's config."""
+    plan = make_plan(config.run.data, config.extract.all_final_rows)
+    model = text_config(read_model_config(config.model_path))
+    item = 1 if config.extract.dtype == "fp8" else 4 if config.target.dtype == "float32" else 2
+    return state_bytes(plan.jobs, len(config.target.aux_layer_ids), int(model["hidden_size"]), item)
+
+
+def watch(ends: list[End]) -> int:
+    """Until both are done; starts again what died. Returns the exit code of the first that cannot go on."""
+    for end in ends:
+        end.start()
+    try:
+        while not all(end.done for end in ends):
+            time.sleep(0.2)
+            for end in ends:
+                code = None if end.done else end.process.poll()
+                if code is None:
+                    continue
+                end.codes.append(code)
+                if code == 0:
+                    end.done = True
+                elif code in (1, 2) or end.restarts >= RESTARTS:
+                    print(f"{end.name} ended with exit code {code}; mend what it says above, then run the same command again: both go on from here", file=sys.stderr)
+                    return code if code > 0 else 1
+                else:
+                    end.restarts += 1
+                    print(f"{end.name} died ({'signal ' + str(-code) if code < 0 else 'exit code ' + str(code)}); starting it again ({end.restarts} of {RESTARTS})", file=sys.stderr, flush=True)
+                    time.sleep(PAUSE_S)
+                    end.start()
+    except KeyboardInterrupt:
+        print("interrupted; run the same command again to go on", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    finally:
+        for end in ends:
+            end.stop()
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_config_arguments(parser)
+    args = parser.parse_args()
+    config = config_from_args(args)
+    size, keep = store_size(config), config.extract.keep_gb * 1e9
+    fits = not keep or size <= keep
+    if not fits and config.train.epochs != 1:
+        raise UserError(f"the store would be {size / 1e9:.1f} GB and extract.keep_gb keeps {config.extract.keep_gb:g}: then each sample is read once; set train.epochs = 1 (it is {config.train.epochs}), or a larger keep_gb")
+    extract = End("extraction", script_command(config, args.overrides, "02b_extract_hidden_states_sglang.py"))
+    if fits and config.train.epochs != 1:
+        print(f"the store of {size / 1e9:.2f} GB is kept whole and read {config.train.epochs} times: training starts when extraction is done", flush=True)
+        return watch([extract]) or watch([End("training", script_command(config, args.overrides, "03_train.py"))])
+    print(f"the store of {size / 1e9:.2f} GB " + ("is kept whole" if fits else f"passes through {config.extract.keep_gb:g} GB") + "; training starts with the first shard", flush=True)
+    return watch([extract, End("training", script_command(config, args.overrides, "03_train.py", ("--stream",)))])
+
+
+if __name__ == "__main__":
+    run_main(main)
