@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any, Callable
 
@@ -146,6 +147,17 @@ def test_answers_that_are_cut_off(policy: str, folders: Callable[[str], Path], t
     cut = [item for item in speaker.said if item[1][-1] != end]
     assert cut and report["counts"]["truncated_answers"] == len(cut)
     check_rows(rows(f"cut-{policy}"), speaker.said if policy == "keep" else [item for item in speaker.said if item not in cut])
+
+
+def test_held_out_chats_are_answered_greedily(folders: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    speaker = Speaker(folders("chatml"))
+    with FakeServer(speaker) as server:
+        prepare(monkeypatch, write_config(tmp_path, folders("chatml"), MULTI, url=server.url, temperature=0.7, top_p=0.9, max_new_tokens=50, heldout=3), "warm")
+    sampling = Counter((body["sampling_params"]["temperature"], body["sampling_params"]["top_p"], body["sampling_params"]["max_new_tokens"]) for body in server.asked)
+    assert sampling == {(0.7, 0.9, 50): 18, (0.0, 0.9, 50): 6}
+    heldout = SampleFile(Path(os.environ["AERIE_RUNS_DIR"]) / "warm/data/heldout.safetensors")
+    greedy = {tuple(body["input_ids"]) for body in server.asked if body["sampling_params"]["temperature"] == 0}
+    assert all(tuple(sample.input_ids[: int(np.argmax(sample.loss_mask))]) in greedy for sample in heldout)
 
 
 def test_tools_keep_their_recorded_results(folders: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,6 +104,15 @@ def test_too_long(policy: str, model: Path, tmp_path: Path, monkeypatch: pytest.
         assert len(short) == 1 and short[0].loss_mask.tolist() == sample.loss_mask[: ends[-1] + 1].tolist()
 
 
+def test_several_files_of_several_kinds(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "array.json").write_text(json.dumps([chat(1), {"conversations": [{"from": "human", "value": "Question 2."}, {"from": "gpt", "value": "yes"}]}]))
+    (tmp_path / "lines.jsonl").write_text(json.dumps(chat(1)) + "\n" + json.dumps({"prompt": "Question 3.", "response": "no"}) + "\n{\n")
+    inputs = [str(tmp_path / "array.json"), str(tmp_path / "lines.jsonl")]
+    report = prepare(monkeypatch, write_config(tmp_path, model, [], heldout=0, regenerate=False, inputs=inputs), "files")
+    assert questions(model, split("files", "train")) == {"1", "2", "3"} and report["counts"]["duplicate_chats"] == 1
+    assert json.loads((run_folder("files") / "rejected.jsonl").read_text())["source"] == "lines.jsonl:3"
+
+
 def test_last_turn_border() -> None:
     mask = np.array([0, 0, 1, 1, 0, 0, 1, 1, 1], np.uint8)
     assert [last_turn_border(mask, limit) for limit in range(1, 11)] == [0, 0, 0, 4, 4, 4, 4, 4, 9, 9]
@@ -175,11 +184,11 @@ def test_an_interrupted_run_goes_on(shuffled: bool, model: Path, tmp_path: Path,
     rendered: list[str] = []
     rows = Preparation.rows
 
-    def interrupted(self: Preparation, item: Any, log: Any) -> Any:
+    def interrupted(self: Preparation, item: Any, heldout: bool, log: Any) -> Any:
         rendered.append(item.source)
         if len(rendered) == 26:
             raise KeyboardInterrupt
-        return rows(self, item, log)
+        return rows(self, item, heldout, log)
 
     run = f"halves-{shuffled}"
     monkeypatch.setattr(aerie.row_writer, "CHECKPOINT_S", 0.0)

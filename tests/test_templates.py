@@ -149,6 +149,8 @@ def server_prompt(tokenizer: ChatTokenizer, chat: Chat, index: int) -> list[int]
         for message in messages:
             for call in message.get("tool_calls", []):
                 call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    if "gpt_oss" in tokenizer.folder:  # whose template reads the reasoning as `thinking`
+        messages = [{key.replace("reasoning_content", "thinking"): value for key, value in message.items()} for message in messages]
     text = tokenizer.tokenizer.apply_chat_template(messages, tools=chat.tools, tokenize=False, add_generation_prompt=True, **tokenizer.kwargs)
     return plain_encode(tokenizer, text)
 

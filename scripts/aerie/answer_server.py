@@ -37,10 +37,10 @@ class AnswerServer:
         self._turn = itertools.count()
         self._local = threading.local()
 
-    def settings(self, model_hash: str) -> str:
+    def settings(self, model_hash: str, greedy: bool) -> str:
         """What an answer depends on besides its prompt; a part of its key."""
         data = self.data
-        return json.dumps(["chat" if self.openai else "generate", model_hash, data.temperature, data.top_p, data.max_new_tokens])
+        return json.dumps(["chat" if self.openai else "generate", model_hash, 0.0 if greedy else data.temperature, data.top_p, data.max_new_tokens])
 
     def check(self) -> None:
         """Raises UserError when nobody answers there; asks for the model's name where the config has none."""
@@ -55,12 +55,13 @@ class AnswerServer:
             if not ready:
                 raise UserError(f"no server answers at {url} ({problem}); start it with `make server`, or name another with --set data.url=http://HOST:PORT")
 
-    def ask(self, prompt: list[int], chat: Chat) -> Answer:
-        """The answer to a chat whose rendering is `prompt`. Raises NoAnswer; waits while the server is away."""
-        return self._chat(prompt, chat) if self.openai else self._generate(prompt)
+    def ask(self, prompt: list[int], chat: Chat, greedy: bool) -> Answer:
+        """The answer to a chat whose rendering is `prompt`; `greedy` sets data.temperature aside. Raises NoAnswer; waits while the server is away."""
+        temperature = 0.0 if greedy else self.data.temperature
+        return self._chat(prompt, chat, temperature) if self.openai else self._generate(prompt, temperature)
 
-    def _generate(self, prompt: list[int]) -> Answer:
-        sampling = {"temperature": self.data.temperature, "top_p": self.data.top_p, "max_new_tokens": self.data.max_new_tokens, "skip_special_tokens": False}
+    def _generate(self, prompt: list[int], temperature: float) -> Answer:
+        sampling = {"temperature": temperature, "top_p": self.data.top_p, "max_new_tokens": self.data.max_new_tokens, "skip_special_tokens": False}
         reply = self._post("/generate", {"input_ids": prompt, "sampling_params": sampling})
         finish = reply["meta_info"]["finish_reason"] or {}
         output = [int(token) for token in reply["output_ids"]]
@@ -73,9 +74,9 @@ class AnswerServer:
             output.append(matched)
         return Answer(output, "stop")
 
-    def _chat(self, prompt: list[int], chat: Chat) -> Answer:
+    def _chat(self, prompt: list[int], chat: Chat, temperature: float) -> Answer:
         body: dict[str, Any] = {
-            "model": self.model, "messages": [_as_sent(message) for message in chat.messages], "temperature": self.data.temperature,
+            "model": self.model, "messages": [_as_sent(message) for message in chat.messages], "temperature": temperature,
             "top_p": self.data.top_p, "max_tokens": self.data.max_new_tokens, "return_token_ids": True,
         }  # fmt: skip
         if chat.tools:

@@ -12,6 +12,7 @@ import threading
 import time
 from array import array
 from collections import Counter
+from functools import partial
 from typing import Any, Iterator, NamedTuple
 
 import numpy as np
@@ -107,14 +108,17 @@ class Preparation:
     # -- answers ---------------------------------------------------------------------------------------------------------------------------------------
 
     def write_answers(self, selection: Selection, log: AnswerLog, rejected: Rejected) -> None:
-        """Ask the target for every answer that the log does not hold, many chats at once."""
+        """Ask the target for every answer that the log does not hold, many chats at once. Held-out chats are answered greedily whatever data.temperature is:
+
+        the predicted accept length is a walk over the target's own greedy text.
+        """
         server = AnswerServer(self.config)
-        self.answer_settings = server.settings(model_hash(self.config.model_path))
+        self.answer_settings = {greedy: server.settings(model_hash(self.config.model_path), greedy) for greedy in (False, True)}
         progress = Progress(selection.heldout + selection.train, "answered", "chats")
         locked, lock, checked = LockedTokenizer(self.tokenizer), threading.Lock(), threading.Event()
 
-        def answer_of(prompt: list[int], history: Chat) -> Answer | None:
-            key = answer_key(prompt, self.answer_settings)
+        def answer_of(greedy: bool, prompt: list[int], history: Chat) -> Answer | None:
+            key = answer_key(prompt, self.answer_settings[greedy])
             if key in log:
                 return log.get(key)
             with lock:  # the server need not be there when the log holds every answer
@@ -123,7 +127,7 @@ class Preparation:
                     checked.set()
             start = time.monotonic()
             try:
-                answer = server.ask(prompt, history)
+                answer = server.ask(prompt, history, greedy)
             except NoAnswer as exc:
                 with lock:
                     rejected.add(history.source, history.messages, str(exc))
@@ -134,13 +138,14 @@ class Preparation:
                 progress.update(0, tokens=len(answer.output_ids), request_seconds=time.monotonic() - start)
             return answer
 
-        def one(chat: Chat) -> None:
+        def one(item: tuple[Chat, bool]) -> None:
+            chat, heldout = item
             if chat.input_ids is None:
-                walk(locked, locked.guarded(chat), answer_of, keep_truncated=True)
+                walk(locked, locked.guarded(chat), partial(answer_of, heldout), keep_truncated=True)
 
         start = time.monotonic()
         try:
-            for problem in run_many((chat for chat, _ in self.selected(selection)), one, self.config.data.concurrency):
+            for problem in run_many(self.selected(selection), one, self.config.data.concurrency):
                 if problem is not None and not isinstance(problem, BadRow):  # a bad row is rejected, and counted, when rows are written
                     raise problem
                 with lock:
@@ -152,26 +157,27 @@ class Preparation:
 
     # -- rows ------------------------------------------------------------------------------------------------------------------------------------------
 
-    def turns(self, chat: Chat, log: AnswerLog | None) -> list[Turn]:
+    def turns(self, chat: Chat, heldout: bool, log: AnswerLog | None) -> list[Turn]:
         """The chat's turns: its own answers, or those of the log."""
         chat = self.tokenizer.guarded(chat)
         if log is None:
             return recorded(self.tokenizer, chat)
-        found = walk(self.tokenizer, chat, lambda prompt, _: log.get(answer_key(prompt, self.answer_settings)), self.config.data.truncated_answers == "keep")
+        settings = self.answer_settings[heldout]
+        found = walk(self.tokenizer, chat, lambda prompt, _: log.get(answer_key(prompt, settings)), self.config.data.truncated_answers == "keep")
         self.counts["truncated_answers"] += found.truncated
         self.counts["missing_answers"] += found.missing
         self.counts["retokenised_answers"] += found.retokenised
         self.counts["chats_ended_by_tool_call"] += found.ended_by_tool_call
         return found.turns
 
-    def rows(self, chat: Chat, log: AnswerLog | None) -> Iterator[Sample]:
+    def rows(self, chat: Chat, heldout: bool, log: AnswerLog | None) -> Iterator[Sample]:
         """The chat's rows as they will be trained on, cut to data.max_tokens; what is dropped is counted. Raises BadRow."""
         if chat.input_ids is not None:
             if int(chat.input_ids.max()) >= self.tokenizer.vocab_size:
                 raise BadRow(f"input_ids holds {int(chat.input_ids.max())}, the target's vocabulary has {self.tokenizer.vocab_size}")
             pairs = [(chat.input_ids, chat.loss_mask)]
         else:
-            pairs = rows_of(self.turns(chat, log))
+            pairs = rows_of(self.turns(chat, heldout, log))
             self.counts["chats_without_answer"] += not pairs
         self.counts["chats_one_row_a_turn"] += len(pairs) > 1
         limit = self.config.data.max_tokens
@@ -198,7 +204,7 @@ class Preparation:
             for chat, heldout in itertools.islice(self.selected(selection), writer.chats, None):
                 tokens = 0
                 try:
-                    for sample in self.rows(chat, log):
+                    for sample in self.rows(chat, heldout, log):
                         tokens += writer.add(sample, heldout)
                 except BadRow as exc:
                     rejected.add(chat.source, chat.messages, str(exc))

@@ -82,7 +82,15 @@ class ChatTokenizer(TargetTokenizer):
                 problem = f"{type(exc).__name__}: {exc}"
         raise BadRow(f"the chat template refuses it: {problem}")
 
+    @cached_property
+    def _reads_thinking(self) -> bool:
+        """Whether the template calls a turn's reasoning `thinking` (gpt-oss), not `reasoning_content`."""
+        template = str(self.tokenizer.chat_template)
+        return "reasoning_content" not in template and re.search(r"message\.thinking|['\"]thinking['\"]", template) is not None
+
     def _apply(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, generation_prompt: bool) -> str:
+        if self._reads_thinking:
+            messages = [{"thinking" if key == "reasoning_content" else key: value for key, value in message.items()} for message in messages]
         return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=generation_prompt, **self.kwargs)
 
     def prompt(self, chat: Chat, index: int) -> list[int]:
