@@ -110,7 +110,7 @@ def compare(plan: planning.Plan, config: Config, args: argparse.Namespace) -> li
     report = Path(args.train_report) if args.train_report else config.run.drafter / "report.json"
     if report.is_file():
         content = json.loads(report.read_text())
-        peak = content.get("peak_gpu_memory_bytes", 0)
+        peak = content.get("peak_gpu_bytes", 0)
         if peak:
             rows.append(("training: peak of one GPU", plan.total("training, one GPU"), peak))
     manifest = config.run.store / "manifest.json"
