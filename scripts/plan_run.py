@@ -62,6 +62,8 @@ def print_plan(plan: planning.Plan, config: Config, amounts: planning.Amounts, h
         for part in parts:
             print(f"  {part.bytes / GIB:8.2f}  {part.name}{f' ({part.how})' if part.how else ''}")
         print(f"  {plan.total(phase) / GIB:8.2f}  in all" + (f"; {plan.notes[phase]}" if phase in plan.notes else ""))
+    if "host memory" in plan.notes:
+        print(f"\nhost: {plan.notes['host memory']}")
     print("\ndisk, GB")
     for part in plan.disk:
         print(f"  {part.bytes / 1e9:8,.1f}  {part.name}{f' ({part.how})' if part.how else ''}")

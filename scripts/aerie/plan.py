@@ -105,8 +105,10 @@ def activation_bytes(shape: Shape, chunk: int, tp: int, size: int) -> float:
 
 
 def capture_bytes(shape: Shape, num_aux: int, chunk: int, size: int) -> dict[str, float]:
-    """What capture adds: auxiliary states that forward keeps on every rank, and on the writing rank the packed rows, twice while a copy overlaps the next chunk."""
-    return {"every rank": num_aux * chunk * shape.hidden * size, "writer": 2 * (num_aux + 1) * chunk * shape.hidden * size}
+    """What capture adds (patches/hidden_state_dump.py): auxiliary states that forward keeps on every rank; on the writing rank a copy of `final` beside them, and all of it
+    a second time while a copy to the host overlaps the next chunk; in pinned host memory a ring of four chunks."""
+    one = chunk * shape.hidden * size
+    return {"every rank": num_aux * one, "writer": (num_aux + 2) * one, "host": max(4 * (num_aux + 1) * one, 256 << 20)}
 
 
 def drafter_config(config: Config, shape: Shape) -> dict[str, Any]:
@@ -175,7 +177,8 @@ def plan_server(plan: Plan, config: Config, shape: Shape, mode: str, args: dict[
               Part("decode graphs", 0.4 * GIB + int(args.get("cuda-graph-max-bs-decode", 32)) * 2 * (1 << 20) if not args.get("disable-cuda-graph") else 0)]  # fmt: skip
     if mode == "extraction":
         capture = capture_bytes(shape, len(config.target.aux_layer_ids), chunk, size)
-        beside += [Part("capture: auxiliary states", capture["every rank"], "on every rank"), Part("capture: packed rows", capture["writer"], "two chunks, on the writing rank")]
+        beside += [Part("capture: auxiliary states", capture["every rank"], "on every rank"), Part("capture: rows on their way", capture["writer"], "final and a second chunk, on the writing rank")]
+        plan.notes["host memory"] = f"{capture['host'] / GIB:.1f} GiB of pinned host memory for rows on their way to the dump files"
     plan.phases[mode] = parts + beside
     slack, needed = free - share, sum(part.bytes for part in beside)
     plan.notes[mode] = f"{slack / GIB:.1f} GiB beside the static share of mem-fraction-static = {share / free:.3f}, {needed / GIB:.1f} GiB of it needed"

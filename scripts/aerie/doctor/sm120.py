@@ -66,8 +66,8 @@ RULES = (
          "crashes together with the one-shot all-reduce over PCIe (owners' notes, May 2026)", "disable-custom-all-reduce = true, or drop it from PYTORCH_CUDA_ALLOC_CONF"),
     Rule("NCCL over PCIe", lambda facts: len(facts.gpus) > 1 and not env(facts, "NCCL_P2P_LEVEL") and not env(facts, "NCCL_P2P_DISABLE"),
          "neither NCCL_P2P_LEVEL nor NCCL_P2P_DISABLE is set", 'server.env: NCCL_P2P_LEVEL = "SYS" for latency; NCCL_P2P_DISABLE = "1" with more channels for throughput on two sockets', wrong=False),
-    Rule("flex attention backward", lambda facts: bool(facts.config) and facts.config.draft.arch == "mla",
-         "torch has no configuration for heads above 128 on SM120 (pytorch #198224, open): 114,688 bytes of 101,376", "the trainer falls back and says so; nothing to do", wrong=False),
+    Rule("flex attention backward", lambda facts: bool(facts.version("torch")),
+         "torch has no configuration for heads above 128 on SM120 (pytorch #198224, open): 114,688 bytes of 101,376", "the trainer here does not use it; nothing to do", wrong=False),
     Rule("speculation with flashinfer", lambda facts: before("sglang", "0.5.12")(facts) and "flashinfer" in backends(facts),
          "illegal memory access every few hours under NGRAM speculation (sglang #24361)", "use SGLang 0.5.17 or 0.5.23"),
 )  # fmt: skip
