@@ -69,9 +69,9 @@ def print_plan(plan: planning.Plan, config: Config, amounts: planning.Amounts, h
         print(f"  {part.bytes / 1e9:8,.1f}  {part.name}{f' ({part.how})' if part.how else ''}")
     print(f"  {sum(part.bytes for part in plan.disk) / 1e9:8,.1f}  in all" + (f"\n  dump folder: {plan.notes['dump folder']}" if "dump folder" in plan.notes else ""))
     if plan.hours:
-        print(f"\nhours at the rates of [plan] ({config.plan.rates_from or 'yours'})")
+        print("\nhours")
         for step, hours in plan.hours.items():
-            print(f"  {hours:8.1f}  {step}")
+            print(f"  {hours:8.1f}  {step} ({plan.notes[f'hours of {step}']})")
     else:
         print("\nhours: unknown without rates; give what you measured: --set plan.prefill_tok_s=... plan.decode_tok_s, plan.train_tok_s")
 

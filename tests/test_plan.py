@@ -8,14 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from aerie import dumps
 from aerie import plan as planning
 from aerie.config import load_config
 from aerie.drafter_shapes import LLAMA, expected_tensors
 from aerie.paths import ROOT
-from aerie.rid import sample_id
+from aerie.rid import new_rid, sample_id
 from aerie.samples import Sample, write_samples
 from aerie.shapes import load_shape, shape_from
 from aerie.store import StoreWriter
+from capture_fakes import Rig
 from safetensors import safe_open
 
 GIB = 1 << 30
@@ -111,6 +113,19 @@ def test_store_bytes_are_those_on_disk(tmp_path, dtype):
     assert near(total * aux + finals * (final + 8), sum(path.stat().st_size for path in tmp_path.glob("shard-*.safetensors")), 0.02)
 
 
+def test_dump_bytes_are_those_of_a_real_dump(tmp_path):
+    """The server-side writer on a fake text model."""
+    rig = Rig(tmp_path / "dumps")
+    rid, ids = str(new_rid("t", "0123456789abcdef", 300)), list(range(300))
+    rig.run((rid, ids, 0))
+    path = dumps.wait_dump(rig.folder, rid, 10)
+    hidden = dumps.read_dump(path).final.shape[1]
+    shape = load_shape("/nowhere", "llama-3.1-8b")
+    shape.config["hidden_size"] = hidden
+    assert near(planning.dump_bytes(shape, 3, "float32", 300), path.stat().st_size)
+    rig.close()
+
+
 def test_amounts_come_from_the_data_once_it_is_there(tmp_path, monkeypatch):
     monkeypatch.setenv("AERIE_RUNS_DIR", str(tmp_path))
     config = load_config("qwen3-8b")
@@ -202,6 +217,19 @@ def test_refusals_name_the_number(name, change, words):
 def test_streaming_and_fp8_need_less_disk():
     assert refusals("kimi-k2.5", ["extract.keep_gb=500"], disk=1e12) == []
     assert refusals("kimi-k2.5", ['extract.dtype="fp8"'], disk=2.3e12) == []
+
+
+def test_hours_take_what_the_run_has_measured(tmp_path, monkeypatch):
+    monkeypatch.setenv("AERIE_RUNS_DIR", str(tmp_path))
+    config = load_config("kimi-k2.5")
+    amounts = planning.Amounts(1000, 3.6e6, 1.8e6, 8192, "test")
+    plan = planning.Plan(8, 1.0)
+    planning.plan_hours(plan, config, amounts)
+    assert near(plan.hours["extraction"], 3.6e6 / 2600 / 3600, 1e-9) and near(plan.hours["answers"], 1.8e6 / 985 / 3600, 1e-9)
+    config.run.store.mkdir(parents=True)
+    (config.run.store / "report.json").write_text(json.dumps({"extract_tok_s": 5000.0}))
+    planning.plan_hours(plan, config, amounts)
+    assert near(plan.hours["extraction"], 0.2, 1e-9) and "measured in this run" in plan.notes["hours of extraction"]
 
 
 # --- the script ----------------------------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ Every number is computed from shapes and settings, none is looked up per model. 
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -282,15 +283,26 @@ def plan_disk(plan: Plan, config: Config, shape: Shape, amounts: Amounts, disk_f
             )
 
 
+def measured_rates(config: Config) -> dict[str, float]:
+    """Tokens a second that this run has measured itself: {rate of [plan]: value}; they go before those of the config."""
+    found = {}
+    for name, path, key in (("decode_tok_s", config.run.data, "answer_tok_s"), ("prefill_tok_s", config.run.store, "extract_tok_s"), ("train_tok_s", config.run.drafter, "train_tok_s")):
+        report = path / "report.json"
+        if report.is_file() and (value := json.loads(report.read_text(encoding="utf-8")).get(key)):
+            found[name] = float(value)
+    return found
+
+
 def plan_hours(plan: Plan, config: Config, amounts: Amounts) -> None:
-    """Hours by step for the rates of [plan]; a step without a rate is left out."""
-    rates = config.plan
-    if rates.decode_tok_s and config.data.regenerate:
-        plan.hours["answers"] = amounts.final_rows / rates.decode_tok_s / 3600
-    if rates.prefill_tok_s:
-        plan.hours["extraction"] = amounts.tokens / rates.prefill_tok_s / 3600
-    if rates.train_tok_s:
-        plan.hours["training"] = config.train.epochs * amounts.tokens / rates.train_tok_s / 3600
+    """Hours by step for the rates that this run has measured, else those of [plan]; a step without a rate is left out."""
+    measured = measured_rates(config)
+    rates = {name: measured.get(name) or getattr(config.plan, name) for name in ("decode_tok_s", "prefill_tok_s", "train_tok_s")}
+    steps = {"answers": ("decode_tok_s", amounts.final_rows if config.data.regenerate else 0), "extraction": ("prefill_tok_s", amounts.tokens),
+             "training": ("train_tok_s", config.train.epochs * amounts.tokens)}  # fmt: skip
+    for step, (name, tokens) in steps.items():
+        if rates[name] and tokens:
+            plan.hours[step] = tokens / rates[name] / 3600
+            plan.notes[f"hours of {step}"] = f"{rates[name]:,.0f} tok/s, {'measured in this run' if name in measured else config.plan.rates_from or 'from [plan]'}"
 
 
 def make_plan(config: Config, shape: Shape, amounts: Amounts, *, gpus: int, gpu_bytes: float, extraction_args: dict[str, Any], serving_args: dict[str, Any],
