@@ -2,7 +2,8 @@
 """The full-size job at a thousandth of its volume, without a GPU: a fake target server, extraction, the store, and the trainer's reader.
 
 Two shapes of the same thousandth, because one cannot show everything:
-  wide   H 7168 dumps of 37 samples of 300 to 8,192 tokens: bytes a second, memory a sample.
+  wide   H 7168 dumps of 37 samples of 300 to 8,192 tokens: bytes a second, memory a sample. The server reuses files that it has written before (twelve
+         lengths, a pass that is not measured goes first), so that making states costs nothing and the rate can be set; 'ceiling' is the same without a set rate.
   many   all 37,312 samples with their real lengths at H 8, in as many shards as the full job has: accounting, memory by sample and shard, open files.
 The states are generated; the numbers are about this code and this machine, not about any target.
 """
@@ -58,6 +59,15 @@ def lengths_of(count: int, seed: int = 0) -> np.ndarray:
     return np.clip(np.exp(low + 0.75 * draws), SHORTEST, LONGEST).astype(int)
 
 
+def few_lengths(lengths: np.ndarray, kinds: int = 12) -> np.ndarray:
+    """The same distribution in `kinds` lengths: each sample takes the mean of its group of neighbours."""
+    ranked = np.argsort(lengths, kind="stable")
+    result = lengths.copy()
+    for group in np.array_split(ranked, kinds):
+        result[group] = int(lengths[group].mean())
+    return result
+
+
 def make_target(folder: Path, hidden: int) -> None:
     """A folder with what extraction reads of a target: config, tokenizer, embedding and head (one row of vocabulary each; nothing is proved here)."""
     folder.mkdir(parents=True)
@@ -85,6 +95,19 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+class Anonymous(threading.Thread):
+    """This process's own memory at most, without the pages of mapped files, which the kernel takes back when it needs them."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.peak, self.ended = 0, threading.Event()
+
+    def run(self) -> None:
+        while not self.ended.wait(0.05):
+            found = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+            self.peak = max(self.peak, int(found.split()[1]) * 1024)
+
+
 class Watch(threading.Thread):
     """The most files and bytes that lay in the dump folder at once, looked at ten times a second."""
 
@@ -97,7 +120,8 @@ class Watch(threading.Thread):
             sizes = []
             for entry in os.scandir(self.folder):
                 try:
-                    sizes.append(entry.stat().st_size)
+                    if not entry.name.startswith(".pool."):
+                        sizes.append(entry.stat().st_size)
                 except FileNotFoundError:
                     continue
             self.files, self.bytes = max(self.files, len(sizes)), max(self.bytes, sum(sizes))
@@ -105,10 +129,13 @@ class Watch(threading.Thread):
 
 def read_all(store_path: Path, batch_tokens: int, steps: int) -> dict[str, Any]:
     """The trainer's own reader over the whole store, as 03_train.py sets it up for bf16; in a process of its own, for its peak memory."""
+    own = Anonymous()
+    own.start()
     start = time.monotonic()
     store = Store.open(store_path)
     opened = time.monotonic()
-    after_open = peak_memory_bytes()
+    time.sleep(0.1)
+    after_open = own.peak
     batches = pack(range(len(store)), store.lengths, batch_tokens)
     tokens = rows = nbytes = 0
     for batch in Reader(store, steps, 0, torch.bfloat16).read(batches):
@@ -116,11 +143,11 @@ def read_all(store_path: Path, batch_tokens: int, steps: int) -> dict[str, Any]:
             tokens, rows = tokens + batch.tokens, rows + len(batch.rows)
             nbytes += batch.aux.nbytes + batch.final.nbytes
     seconds = time.monotonic() - opened
-    return {"samples": len(store), "shards": len(store.shards), "open_s": opened - start, "memory_after_open": after_open, "batches": len(batches), "tokens": tokens,
-            "supervised_rows": rows, "seconds": seconds, "tok_s": tokens / seconds, "gb_s": nbytes / seconds / 1e9, "peak_memory_bytes": peak_memory_bytes()}  # fmt: skip
+    return {"samples": len(store), "shards": len(store.shards), "open_s": opened - start, "own_memory_after_open": after_open, "batches": len(batches), "tokens": tokens,
+            "supervised_rows": rows, "seconds": seconds, "tok_s": tokens / seconds, "gb_s": nbytes / seconds / 1e9, "peak_memory_bytes": peak_memory_bytes(), "peak_own_memory_bytes": own.peak}  # fmt: skip
 
 
-def phase(name: str, work: Path, hidden: int, lengths: np.ndarray, shard_gb: float, tok_s: float, in_flight: int, batch_tokens: int) -> dict[str, Any]:
+def phase(name: str, work: Path, hidden: int, lengths: np.ndarray, shard_gb: float, tok_s: float, in_flight: int, batch_tokens: int, pool: bool) -> dict[str, Any]:
     """Data, fake server, extraction, reading: one shape of the job. Returns what was measured."""
     target, dumps, run = work / f"target-{name}", work / f"dumps-{name}", work / name
     make_target(target, hidden)
@@ -132,7 +159,7 @@ def phase(name: str, work: Path, hidden: int, lengths: np.ndarray, shard_gb: flo
     load_config("smollm2-135m", name, settings)  # a typing error here, not in the child
     server = subprocess.Popen(
         [sys.executable, str(FAKE), "--port", str(port), "--dump-dir", str(dumps), "--model", str(target), "--hidden", str(hidden), "--layer-ids", "[3, 31, 59]",
-         "--dtype", "bfloat16", "--tok-s", str(tok_s)]
+         "--dtype", "bfloat16", "--tok-s", str(tok_s), *(["--pool"] if pool else [])]
     )  # fmt: skip
     try:
         deadline = time.monotonic() + 30
@@ -140,11 +167,20 @@ def phase(name: str, work: Path, hidden: int, lengths: np.ndarray, shard_gb: flo
             if time.monotonic() > deadline or server.poll() is not None:
                 raise UserError("the fake server did not answer within 30 s")
             time.sleep(0.1)
-        watch = Watch(dumps)
-        watch.start()
         words = [word for text in settings for word in ("--set", text)]
         environment = os.environ | {"AERIE_RUNS_DIR": str(work)}
-        code = subprocess.run([sys.executable, str(EXTRACT), "--config", "smollm2-135m", "--run", name, *words], env=environment, check=False).returncode
+
+        def extract(run_name: str) -> int:
+            return subprocess.run([sys.executable, str(EXTRACT), "--config", "smollm2-135m", "--run", run_name, *words], env=environment, check=False).returncode
+
+        if pool:  # fills the server's pool of files
+            shutil.copytree(run / "data", work / "warm" / "data")
+            if extract("warm"):
+                raise UserError("the pass that fills the pool failed")
+            shutil.rmtree(work / "warm")
+        watch = Watch(dumps)
+        watch.start()
+        code = extract(name)
         watch.ended.set()
         watch.join()
         if code:
@@ -156,7 +192,7 @@ def phase(name: str, work: Path, hidden: int, lengths: np.ndarray, shard_gb: flo
     child = subprocess.run([sys.executable, __file__, "--read", str(run / "store"), "--batch-tokens", str(batch_tokens)], capture_output=True, text=True, check=False)
     if child.returncode:
         raise UserError(f"reading the store of the {name} shape failed: {child.stderr.strip().splitlines()[-1:]}")
-    left = [path.name for path in dumps.iterdir()]
+    left = [path.name for path in dumps.iterdir() if not path.name.startswith(".pool.")]
     return {
         "hidden": hidden, "samples": len(lengths), "tokens": int(lengths.sum()), "server_tok_s": tok_s, "accounting": extracted["accounting"], "extract_seconds": extracted["seconds"],
         "extract_tok_s": extracted["extract_tok_s"], "dump_gb_s": extracted["extract_tok_s"] * (4 * hidden * 2 + 4) / 1e9, "store_bytes": extracted["store_bytes"], "shards": extracted["shards"],
@@ -189,10 +225,10 @@ def main() -> None:
                 rows = int(lengths.sum())
                 full_shards = rows * (3 * FULL["hidden"] * 2 + 5 + FULL["hidden"]) / 2**30
                 shard_gb = rows * (3 * 8 * 2 + 5 + 8 + 8) / 2**30 / full_shards
-                found[name] = phase(name, work, 8, lengths, shard_gb, 0.0, 32, args.batch_tokens)
+                found[name] = phase(name, work, 8, lengths, shard_gb, 0.0, 32, args.batch_tokens, pool=False)
             else:
-                lengths = lengths_of(max(int(SAMPLES * args.thousandth / 1000), 2))
-                found[name] = phase(name, work, FULL["hidden"], lengths, 1.0, args.tok_s if name == "wide" else 0.0, 8, args.batch_tokens)
+                lengths = few_lengths(lengths_of(max(int(SAMPLES * args.thousandth / 1000), 12)))
+                found[name] = phase(name, work, FULL["hidden"], lengths, 1.0, args.tok_s if name == "wide" else 0.0, 4, args.batch_tokens, pool=True)
             print(json.dumps({name: found[name]}, indent=2), flush=True)
         finally:
             shutil.rmtree(work, ignore_errors=True)
