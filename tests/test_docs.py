@@ -43,12 +43,12 @@ COMMANDS = sorted({(path.name, line) for path in PAGES for line in commands(path
 
 
 @lru_cache
-def help_of(script: str) -> str:
-    """What a script says of itself; shell scripts pass --help on to Python."""
+def help_of(script: str, *sub: str) -> str:
+    """What a script (or one of its commands) says of itself; shell scripts pass --help on to Python."""
     path = ROOT / script
     assert path.is_file(), f"{script} does not exist"
     command = [str(path)] if path.suffix == ".sh" else [sys.executable, str(path)]
-    done = subprocess.run([*command, "--help"], capture_output=True, text=True, check=False, timeout=120, env={**os.environ, "PY": sys.executable})
+    done = subprocess.run([*command, *sub, "--help"], capture_output=True, text=True, check=False, timeout=120, env={**os.environ, "PY": sys.executable})
     assert done.returncode == 0, f"{script} --help: {done.stderr[-500:]}"
     return done.stdout
 
@@ -64,6 +64,8 @@ def check_config(words: list[str], positional: bool) -> None:
 def check_script(words: list[str]) -> None:
     script, rest = words[0].removeprefix("./"), words[1:]
     text = help_of(script)
+    if rest and (match := re.search(r"\{([a-z,]+)\}", text)) and rest[0] in match[1].split(","):
+        text += help_of(script, rest[0])
     for word in rest:
         if word.startswith("--"):
             assert re.search(rf"(?<![\w-]){re.escape(word.split('=')[0])}(?![\w-])", text), f"{script} has no option {word}"

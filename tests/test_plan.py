@@ -10,6 +10,7 @@ import pytest
 import torch
 from aerie import dumps
 from aerie import plan as planning
+from aerie.batches import build_batch
 from aerie.config import load_config
 from aerie.drafter_shapes import LLAMA, expected_tensors
 from aerie.paths import ROOT
@@ -17,8 +18,10 @@ from aerie.rid import new_rid, sample_id
 from aerie.samples import Sample, write_samples
 from aerie.shapes import load_shape, shape_from
 from aerie.store import StoreWriter
+from aerie.unroll import Rope, unroll
 from capture_fakes import Rig
 from safetensors import safe_open
+from train_helpers import make_drafter, make_fixed, make_sample, make_shape
 
 GIB = 1 << 30
 SCRIPT = ROOT / "scripts" / "plan_run.py"
@@ -260,3 +263,38 @@ def test_compare_reads_a_servers_log(tmp_path, tokens, code):
     done = script("--config", "kimi-k2.5", "--run", "compare_test", "--paper", "--compare", "--server-log", str(tmp_path / "server.log"))
     assert done.returncode == code, done.stdout + done.stderr
     assert "extraction: KV tokens" in done.stdout and ("over 10% off" in done.stdout) == bool(code)
+
+
+# --- the trainer, measured on the CPU -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("prompt", "answer", "steps"), [(300, 700, 7), (700, 300, 7), (200, 800, 3)])
+def test_what_a_training_step_keeps_for_backward(prompt, answer, steps):
+    """Every tensor that autograd holds after a real forward of the trainer, counted by storage, with the batch itself: against the plan's parts."""
+    hidden, heads, kv_heads, dim, inner, draft = 128, 4, 2, 32, 384, 256
+    shape = make_shape(hidden_size=hidden, target_hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=dim,
+                       vocab_size=512, draft_vocab_size=draft)  # fmt: skip
+    drafter, fixed = make_drafter(shape), make_fixed(shape, steps)
+    batch = build_batch([make_sample("a", [0] * prompt + [1] * answer, shape, 3)], steps)
+    known = {tensor.untyped_storage().data_ptr() for tensor in (*drafter.parameters(), fixed.embedding, fixed.head.head, fixed.head.draft_head)}
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in vars(batch).values() if isinstance(t, torch.Tensor)}
+    held = []
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            storages[storage.data_ptr()] = storage.nbytes()
+            held.append(tensor)  # so that no address is used twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss, *_ = unroll(drafter, batch, fixed, Rope(drafter, torch.device("cpu"), torch.float32), 1.0)
+    config = load_config("qwen3-8b", overrides=[f"draft.intermediate_size={inner}", f"draft.vocab_size={draft}", f"draft.num_attention_heads={heads}", f"train.ttt_steps={steps}",
+                                                f"draft.num_key_value_heads={kv_heads}", f"draft.head_dim={dim}"])  # fmt: skip
+    target = load_shape("/nowhere", "qwen3-8b")
+    target.config.update(hidden_size=hidden, vocab_size=512)
+    rows = len(batch.positions)
+    parts = planning.training_parts(config, target, rows, len(batch.rows) / rows, compute=4)
+    predicted = sum(part.bytes for part in parts if part.name.startswith(("activations", "batch", "teacher")))
+    assert near(predicted, sum(storages.values())), predicted / sum(storages.values())
+    assert loss.requires_grad

@@ -202,30 +202,41 @@ def plan_server(plan: Plan, config: Config, shape: Shape, mode: str, args: dict[
 # --- the trainer ---------------------------------------------------------------------------------------------------------------------------
 
 
+def step_row_bytes(hidden: int, q: int, kv: int, inner: int, compute: int) -> float:
+    """Bytes that one row of one TTT step keeps for backward (scripts/aerie/unroll.py, drafter.py, fast_ops.py).
+
+    Fused (bf16 on a GPU): inputs and outputs of three norms, q, the attention's output, the row's own key and value, gate and up, their product.
+    Plain: a norm keeps its input, its normed value and its output; rotation keeps what it rotated; the SwiGLU keeps gate, up, silu(gate) and the product.
+    """
+    if compute < 4:
+        return compute * (6 * hidden + 2 * q + 2 * kv + 3 * inner)
+    return compute * (8 * hidden + 3 * q + 4 * kv + 4 * inner)
+
+
 def training_parts(config: Config, shape: Shape, rows: int, supervised: float, ranks: int = 1, compute: int = 2) -> list[Part]:
     """Memory of 03_train.py on one GPU. rows: train.batch_tokens; ranks: over how many FSDP splits masters, gradients and moments; compute: bytes of a compute value.
 
     Matrices: float32 masters, gradients and two moments of AdamW, and a copy in the compute dtype. Frozen: the target's embedding, LM head and its draft rows.
-    Activations of each TTT step stay for backward: the first on all rows, later ones on supervised rows alone.
+    Activations of each TTT step stay for backward; the first step has keys for all rows, everything else is for supervised rows alone.
     """
     drafter = drafter_config(config, shape)
     count = sum(drafter_parameters(config, shape).values())
     hidden, inner, draft_vocab = drafter["hidden_size"], drafter["intermediate_size"], drafter["draft_vocab_size"]
     q, kv = drafter["num_attention_heads"] * drafter["head_dim"], drafter["num_key_value_heads"] * drafter["head_dim"]
     labels = rows * supervised
-    steps = config.train.ttt_steps
     copy = count * compute if compute < 4 else 0
-    step_row = (6 * hidden + 2 * q + 4 * kv + q + 4 * inner) * compute + 3 * hidden * 4
-    frozen = (shape.vocab if shape.tied else 2 * shape.vocab) * hidden * compute + draft_vocab * hidden * compute
+    frozen = 2 * shape.vocab * hidden * compute + draft_vocab * hidden * compute  # a tied head is read a second time
+    first = rows * (3 * hidden + 2 * (q + 2 * kv)) * compute  # norms of embedding and state, projections of both, for the keys of every row
     return [
         Part("masters", count * 4 / ranks, f"{count / 1e9:.2f} B parameters, float32"),
         Part("gradients", count * 4 / ranks, "float32"),
         Part("AdamW moments", count * 8 / ranks, "float32"),
         Part("compute copy", copy),
         Part("target's embedding and heads", frozen),
-        Part("batch of states", rows * (len(config.target.aux_layer_ids) * shape.hidden + 2 * hidden + q + 2 * kv) * compute + labels * shape.hidden * compute),
+        Part("batch of states", (rows * (len(config.target.aux_layer_ids) * shape.hidden + hidden) + labels * shape.hidden) * compute),
         Part("teacher logits", labels * draft_vocab * compute),
-        Part("activations", (rows + (steps - 1) * labels) * step_row, f"{steps} TTT steps"),
+        Part("activations: first keys", first),
+        Part("activations: steps", config.train.ttt_steps * labels * step_row_bytes(hidden, q, kv, inner, compute), f"{config.train.ttt_steps} TTT steps"),
         Part("chunk of logits", min(256 << 20, max(labels, 16) * draft_vocab * 4) * 3),
     ]
 
