@@ -90,7 +90,7 @@ def reference(w: dict[str, Tensor], n: Numbers, samples: list, embedding: Tensor
                     keys, values = keys + [key], values + [value]
                 out, state = layer(w, n, state, q, keys, values)
                 target = head @ sample.final_all[t + 1 + k]
-                teacher = torch.softmax(target[draft_ids], dim=0)
+                teacher = torch.softmax(target, dim=0)[draft_ids]
                 total = total - decay**k * (teacher * torch.log_softmax(out, dim=0)).sum()
                 logits[sample.id, t, k] = out.detach()
                 rows[k] += 1

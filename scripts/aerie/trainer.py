@@ -11,7 +11,7 @@ from typing import Any, Callable
 import numpy as np
 import torch
 
-from .batches import Reader, epoch_order, pack
+from .batches import Batch, Reader, epoch_order, pack
 from .checkpoints import load_checkpoint, save_checkpoint
 from .config import Train
 from .drafter import Drafter
@@ -84,7 +84,7 @@ class Trainer:
         self.eval_reader = Reader(store, num_steps, train.max_bad_samples, drafter.compute_dtype, pin=cuda)
         self.rope = Rope(drafter, self.device, drafter.compute_dtype)
         self.optimizer = torch.optim.AdamW(drafter.parameters(), lr=train.lr, betas=tuple(train.betas), weight_decay=train.weight_decay, fused=True)
-        self.top_tokens: dict[str, torch.Tensor] = {}  # the target's own next token, by sample: the same in every epoch
+        self.surveyed: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by sample, rows in order: the same in every epoch
         self.state = State()
         self.stop_reason = ""
         self.extra_state: dict[str, Any] = {}  # goes into every checkpoint
@@ -147,7 +147,7 @@ class Trainer:
         counts = []
         for batch in batches:
             moved = batch.to(self.device, drafter.compute_dtype)
-            loss, one, _ = unroll(drafter, moved, self.fixed, self.rope, float(rows), self.known_tokens(moved))
+            loss, one, _ = unroll(drafter, moved, self.fixed, self.rope, float(rows), self.known(moved))
             loss.backward()
             counts.append(one)
         norm = torch.nn.utils.clip_grad_norm_(drafter.parameters(), train.max_grad_norm or math.inf)
@@ -159,19 +159,21 @@ class Trainer:
         drafter.refresh()
         return counts
 
-    def known_tokens(self, batch: Any) -> torch.Tensor:
-        """The target's own next tokens of the batch's rows [R]; computed once a sample, then kept."""
-        documents = torch.bucketize(batch.rows.cpu(), batch.offsets, right=True) - 1
-        if all(name in self.top_tokens for name in batch.sample_ids):
-            flat = torch.cat([self.top_tokens[name] for name in batch.sample_ids])
-            place = torch.argsort(torch.argsort(batch.rows.cpu()))
-            return flat[place].long().to(self.device)
-        tops = self.fixed.head.top_tokens(batch.final)
-        order = torch.argsort(batch.rows.cpu())
-        by_row, document_of = tops.cpu()[order].int(), documents[order]
-        for document, name in enumerate(batch.sample_ids):
-            self.top_tokens[name] = by_row[document_of == document].clone()
-        return tops
+    def known(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The target's own next tokens and log-sum-exps of the batch's rows. On a CPU they are kept by sample: the whole head costs as much as the drafter there."""
+        if self.device.type != "cpu" or self.train.epochs == 1:
+            return None
+        order = torch.argsort(batch.rows)
+        if not all(name in self.surveyed for name in batch.sample_ids):
+            tops, sums = self.fixed.head.survey(batch.final)
+            documents = torch.bucketize(batch.rows[order], batch.offsets, right=True) - 1
+            for document, name in enumerate(batch.sample_ids):
+                mine = order[documents == document]
+                self.surveyed[name] = (tops[mine], sums[mine])
+            return tops, sums
+        tops, sums = (torch.cat([self.surveyed[name][i] for name in batch.sample_ids]) for i in range(2))
+        place = torch.argsort(order)
+        return tops[place], sums[place]
 
     def evaluate(self) -> None:
         """Walk the held-out samples; keep the best."""

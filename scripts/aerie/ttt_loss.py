@@ -36,17 +36,24 @@ class TargetHead:
             logits = logits * self.logit_scale
         return self.soft_cap * torch.tanh(logits / self.soft_cap) if self.soft_cap else logits
 
-    def top_tokens(self, final: Tensor) -> Tensor:
-        """The target's own next token [R] int64, over its whole vocabulary."""
-        rows = chunk_rows(len(self.head), final.device)
-        return torch.cat([self.logits(part, self.head).argmax(-1) for part in final.split(rows)]) if len(final) else final.new_zeros(0, dtype=torch.int64)
+    def survey(self, final: Tensor) -> tuple[Tensor, Tensor]:
+        """Over the whole vocabulary, in chunks of rows: the target's next token [R] int64 and the log-sum-exp [R] float32."""
+        tops, sums = [], []
+        wide = torch.promote_types(final.dtype, torch.float32)
+        for part in final.split(chunk_rows(len(self.head), final.device)):
+            logits = self.logits(part, self.head)
+            tops.append(logits.argmax(-1))
+            sums.append(logits.to(wide).logsumexp(-1))
+        return torch.cat(tops), torch.cat(sums)
 
-    def teach(self, final: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits over the draft vocabulary [R, Vd] in the compute dtype and their log-sum-exp [R] float32."""
-        logits = self.logits(final, self.draft_head)
-        rows = chunk_rows(logits.shape[1], final.device)
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        return logits, torch.cat([part.to(wide).logsumexp(-1) for part in logits.split(rows)])
+
+@dataclass
+class Teacher:
+    """What the rows of one batch are taught."""
+
+    logits: Tensor  # [N, Vd] compute dtype
+    lse: Tensor  # [N] float32: over the target's whole vocabulary
+    wanted: Tensor  # [N] int64: draft id of the target's own next token, -1 outside the draft vocabulary
 
 
 @dataclass
@@ -61,48 +68,75 @@ class StepCounts:
 
 
 class _HeadLoss(torch.autograd.Function):
-    """weight * sum over rows of cross entropy(teacher, head(normed)); also per-row losses and top tokens. Its backward takes a gradient of 1 alone."""
+    """weight * sum over rows of the cross entropy against the teacher; backward takes a gradient of 1 alone. Also losses, hits and top tokens by row.
+
+    With p = exp(teacher - lse) and m = sum of p over the draft vocabulary: loss = m * lse(logits) - sum p * logits. A row whose target is mostly outside the
+    draft vocabulary weighs little: nothing that the drafter can say there would be accepted.
+    """
 
     @staticmethod
-    def forward(ctx, normed: Tensor, master: Tensor, head: Tensor, teacher: Tensor, teacher_lse: Tensor, labels: Tensor, weight: float, fused: bool):
+    def forward(ctx, normed: Tensor, master: Tensor, head: Tensor, teacher: Teacher, labels: Tensor, weight: float, fused: bool):
         count, width = len(normed), len(head)
         wide = torch.promote_types(normed.dtype, torch.float32)
         losses = torch.empty(count, dtype=wide, device=normed.device)
+        hits = torch.empty(count, dtype=torch.bool, device=normed.device)
         tops = torch.empty(count, dtype=torch.int64, device=normed.device)
         needs = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         dnormed = torch.empty_like(normed) if needs else None
         dhead = None
         if needs and ctx.needs_input_grad[1]:
             dhead = master.grad if fused else torch.zeros_like(master)
+        kernel = needs and gpu_kernel(normed)
         step = chunk_rows(width, normed.device)
         for start in range(0, count, step):
             part = slice(start, min(start + step, count))
-            logits = (normed[part] @ head.t()).to(wide)  # [c, Vd]
-            chosen = labels[part]
-            chances = (teacher[chosen].to(wide) - teacher_lse[chosen].unsqueeze(-1)).exp_()
-            tops[part] = logits.argmax(-1)
-            lse = logits.logsumexp(-1)
-            losses[part] = lse - torch.linalg.vecdot(chances, logits)
+            logits, chosen = normed[part] @ head.t(), labels[part]  # [c, Vd]
+            if kernel:
+                from .ops import drafter_ops
+
+                weights = torch.full((len(logits),), weight, dtype=torch.float32, device=logits.device)
+                loss, hits[part], _, _ = drafter_ops.OPS.soft_target_ce_(logits, teacher.logits, teacher.lse, teacher.wanted, weights, chosen, False)
+                losses[part] = loss / weight
+                grad = logits  # the kernel's gradient stands where the logits were
+            else:
+                tops[part] = logits.argmax(-1)
+                hits[part] = tops[part] == teacher.wanted[chosen]
+                logits = logits.to(wide)
+                chances = (teacher.logits[chosen].to(wide) - teacher.lse[chosen].unsqueeze(-1)).exp_()
+                mass = chances.sum(-1)
+                lse = logits.logsumexp(-1)
+                losses[part] = mass * lse - torch.linalg.vecdot(chances, logits)
+                if needs:
+                    shift = mass.log() - lse  # m * softmax = exp(logits - lse + log m); a mass of 0 gives 0
+                    grad = logits.add_(shift.unsqueeze(-1)).exp_().sub_(chances).mul_(weight).to(normed.dtype)
             if needs:
-                logits.sub_(lse.unsqueeze(-1)).exp_().sub_(chances).mul_(weight)  # now the gradient
-                grad = logits.to(normed.dtype)
                 torch.mm(grad, head, out=dnormed[part])
                 if dhead is not None:
                     accumulate(dhead, grad, normed[part])
         ctx.save_for_backward(dnormed, None if fused else dhead)
-        ctx.mark_non_differentiable(losses, tops)
-        return losses.sum() * weight, losses, tops
+        ctx.mark_non_differentiable(losses, hits, tops)
+        return losses.sum() * weight, losses, hits, tops
 
     @staticmethod
     def backward(ctx, grad: Tensor, *_):
         dnormed, dhead = ctx.saved_tensors
-        return dnormed, dhead, None, None, None, None, None, None
+        return dnormed, dhead, None, None, None, None, None
 
 
-def head_loss(drafter: Drafter, normed: Tensor, teacher: Tensor, teacher_lse: Tensor, labels: Tensor, weight: float) -> tuple[Tensor, Tensor, Tensor]:
+def gpu_kernel(tensor: Tensor) -> bool:
+    """Whether the library of cuda/ is built and takes this tensor; then it gives losses, hits and gradient in one pass over the logits, but no top tokens."""
+    if not tensor.is_cuda:
+        return False
+    from .ops import drafter_ops
+
+    return drafter_ops.has_kernel(tensor, torch.bfloat16)
+
+
+def head_loss(drafter: Drafter, normed: Tensor, teacher: Teacher, labels: Tensor, weight: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Loss of one TTT step.
 
-    normed [R, H] compute dtype; teacher [N, Vd] logits with log-sum-exp [N]; labels [R] int64: each row's row in teacher.
-    Returns (weight * sum of cross entropies, cross entropies [R], top draft ids [R]). Backward assumes that the first is added to the loss as it is.
+    normed [R, H] compute dtype; labels [R] int64: each row's row in the teacher.
+    Returns (weight * sum of cross entropies, cross entropies [R], hits [R] bool, top draft ids [R] int64: meaningful without gradients only).
+    Backward assumes that the first is added to the loss as it is.
     """
-    return _HeadLoss.apply(normed, drafter.lm_head, drafter.compute("lm_head").detach(), teacher, teacher_lse, labels, weight, drafter.fused_grads)
+    return _HeadLoss.apply(normed, drafter.lm_head, drafter.compute("lm_head").detach(), teacher, labels, weight, drafter.fused_grads)

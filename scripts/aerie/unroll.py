@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from .batches import Batch
 from .drafter import Drafter, rope_table
 from .ttt_attention import make_layout, ttt_attention
-from .ttt_loss import StepCounts, TargetHead, head_loss
+from .ttt_loss import StepCounts, TargetHead, Teacher, head_loss
 
 
 @dataclass
@@ -43,18 +43,17 @@ class Rope:
         return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
 
 
-def unroll(drafter: Drafter, batch: Batch, fixed: Fixed, rope: Rope, divisor: float, top_tokens: Tensor | None = None) -> tuple[Tensor, list[StepCounts], list[Tensor]]:
+def unroll(drafter: Drafter, batch: Batch, fixed: Fixed, rope: Rope, divisor: float, known: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, list[StepCounts], list[Tensor]]:
     """Loss of one batch.
 
     `divisor` is the number of rows supervised at step 0 in the whole optimiser step, so that the gradient does not depend on how rows fall into batches and ranks.
-    `top_tokens` [R] int64, the target's own next token by row of batch.rows, where the caller knows it already.
+    `known`: what fixed.head.survey(batch.final) gives, where the caller has it already.
     Returns (loss, counts by step, top draft ids by step [counts[k]]); loss = sum over steps of decay ** k * sum of cross entropies / divisor.
     """
     shape, rows = drafter.shape, batch.rows
     with torch.no_grad():
-        teacher, teacher_lse = fixed.head.teach(batch.final)
-        tops = fixed.head.top_tokens(batch.final) if top_tokens is None else top_tokens
-        wanted = fixed.head.to_draft[tops]  # -1: the target's token is outside the draft vocabulary, a miss
+        tops, lse = fixed.head.survey(batch.final) if known is None else known
+        teacher = Teacher(fixed.head.logits(batch.final, fixed.head.draft_head), lse, fixed.head.to_draft[tops])
         embeddings = fixed.embedding.index_select(0, batch.next_ids)
     rope.reserve(int(batch.offsets.diff().max()) + fixed.steps)
     all_states = drafter.fuse_aux(batch.aux)  # [T, H]
@@ -87,9 +86,8 @@ def unroll(drafter: Drafter, batch: Batch, fixed: Fixed, rope: Rope, divisor: fl
         else:
             normed, state = layer(state, q, k0, v0, *chain)
         labels = batch.labels(step)
-        loss, losses, top = head_loss(drafter, normed, teacher, teacher_lse, labels, fixed.decay**step / divisor)
+        loss, losses, correct, top = head_loss(drafter, normed, teacher, labels, fixed.decay**step / divisor)
         total = total + loss
-        correct = top == wanted.index_select(0, labels)
         reached = torch.ones_like(correct) if alive is None else alive[:count]
         alive = correct & reached
         counts.append(StepCounts(count, losses.sum(), correct.sum(), reached.sum(), alive.sum()))
