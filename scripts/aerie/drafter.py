@@ -45,6 +45,11 @@ class DrafterShape:
     def kv_size(self) -> int:
         return self.num_key_value_heads * self.head_dim
 
+    @property
+    def scale(self) -> float:
+        """What scores are multiplied by."""
+        return self.head_dim**-0.5
+
 
 def inverse_frequencies(rope: dict[str, Any], dim: int) -> tuple[Tensor, float]:
     """[dim/2] float32 and the factor on cos and sin, for rope types default, linear, llama3 (the formulas of transformers' modeling_rope_utils)."""
@@ -131,6 +136,7 @@ class Drafter(nn.Module):
         self.compute_dtype = dtype
         self._copies: dict[str, Tensor] = {}
         self.fused_grads = False  # weight gradients straight into .grad: one process or manual all-reduce; not under FSDP
+        self.fast = False  # the GPU path's own kernels (fast_ops.py)
 
     @torch.no_grad()
     def reset(self, generator: torch.Generator, std: float = 0.02) -> None:
@@ -190,21 +196,40 @@ class Drafter(nn.Module):
 
     def embed_part(self, embeddings: Tensor) -> Tensor:
         """The embedding's share of q, k, v. embeddings [R, H] -> [R, q + 2 kv]."""
-        return self.linear(rms_norm(embeddings, self.embed_norm, self.shape.rms_norm_eps), "qkv_embed")
+        return self.linear(self.norm_fork(embeddings, self.embed_norm)[0], "qkv_embed")
 
-    def qkv(self, state: Tensor, embed_part: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """state [R, H], embed_part [R, q + 2 kv], cos and sin [R, d/2] -> q [R, nq, d], k, v [R, nkv, d], rotated."""
+    def project(self, state: Tensor, embed_part: Tensor) -> tuple[Tensor, Tensor]:
+        """state [R, H], embed_part [R, q + 2 kv] -> (q, k, v side by side, not rotated [R, q + 2 kv], the state as the residual reads it)."""
+        normed, state = self.norm_fork(state, self.state_norm)
+        return self.linear(normed, "qkv_state", add=embed_part), state
+
+    def heads(self, fused: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """fused [R, q + 2 kv], cos and sin [R, d/2] -> q [R, nq, d], k, v [R, nkv, d], q and k rotated."""
         shape = self.shape
-        fused = self.linear(rms_norm(state, self.state_norm, shape.rms_norm_eps), "qkv_state", add=embed_part)
         q, k, v = fused.split([shape.q_size, shape.kv_size, shape.kv_size], dim=-1)
         q, k, v = (part.unflatten(-1, (-1, shape.head_dim)) for part in (q, k, v))
         return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
 
+    def norm_fork(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm of x, x): read x from here on from the second, so that the fused kernel sums its gradients."""
+        if self.fast:
+            from .fast_ops import RmsNorm
+
+            return RmsNorm.apply(x, weight, self.shape.rms_norm_eps)
+        return rms_norm(x, weight, self.shape.rms_norm_eps), x
+
+    def gated(self, gate_up: Tensor) -> Tensor:
+        """[R, 2I] -> silu(gate) * up [R, I]."""
+        if self.fast:
+            from .fast_ops import SiluMul
+
+            return SiluMul.apply(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return nn.functional.silu(gate) * up
+
     def after_attention(self, state: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
         """state [R, H] (the residual), attended [R, nq * d] -> (input of the LM head, state of the next step), both [R, H]."""
-        eps = self.shape.rms_norm_eps
-        middle = self.linear(attended, "o", add=state)
-        gate, up = self.linear(rms_norm(middle, self.post_norm, eps), "gate_up").chunk(2, dim=-1)
-        out = self.linear(nn.functional.silu(gate) * up, "down", add=middle)
-        normed = rms_norm(out, self.norm, eps)
+        normed, middle = self.norm_fork(self.linear(attended, "o", add=state), self.post_norm)
+        out = self.linear(self.gated(self.linear(normed, "gate_up")), "down", add=middle)
+        normed, out = self.norm_fork(out, self.norm)
         return normed, (normed if self.shape.norm_output else out)

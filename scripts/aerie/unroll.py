@@ -50,46 +50,111 @@ def unroll(drafter: Drafter, batch: Batch, fixed: Fixed, rope: Rope, divisor: fl
     `known`: what fixed.head.survey(batch.final) gives, where the caller has it already.
     Returns (loss, counts by step, top draft ids by step [counts[k]]); loss = sum over steps of decay ** k * sum of cross entropies / divisor.
     """
-    shape, rows = drafter.shape, batch.rows
     with torch.no_grad():
         tops, lse = fixed.head.survey(batch.final) if known is None else known
         teacher = Teacher(fixed.head.logits(batch.final, fixed.head.draft_head), lse, fixed.head.to_draft[tops])
         embeddings = fixed.embedding.index_select(0, batch.next_ids)
     rope.reserve(int(batch.offsets.diff().max()) + fixed.steps)
+    engine = (FastEngine if drafter.fast else PlainEngine)(drafter, batch, rope, fixed.steps)
     all_states = drafter.fuse_aux(batch.aux)  # [T, H]
     embed_part = drafter.embed_part(embeddings)  # [T, q + 2 kv]
-    q, k, v = drafter.qkv(all_states, embed_part, *rope.at(batch.positions))
-    layout = make_layout(batch.offsets, rows)
-    k0, v0 = layout.keys(k, shape.num_attention_heads), layout.keys(v, shape.num_attention_heads)
-    state, q = all_states.index_select(0, rows), q.index_select(0, rows)
-    positions = batch.positions.index_select(0, rows)
-    chain: list[Tensor] = []
+    fused, all_states = drafter.project(all_states, embed_part)
+    engine.first(fused)
+    state = take_rows(all_states, batch.rows)
     total: Tensor | float = 0.0
     counts: list[StepCounts] = []
     drafted: list[Tensor] = []
     alive: Tensor | None = None
-    scale = shape.head_dim**-0.5
-
-    def layer(state: Tensor, q: Tensor, k0: Tensor, v0: Tensor, *chain: Tensor) -> tuple[Tensor, Tensor]:
-        return drafter.after_attention(state, ttt_attention(layout, q, k0, v0, list(chain), scale))
-
     for step in range(fixed.steps):
         count = batch.counts[step]
         if count == 0:
             break
-        if step:
-            state = state[:count]
-            q, k, v = drafter.qkv(state, embed_part.index_select(0, rows[:count] + step), *rope.at(positions[:count] + step))
-            chain += [k, v]
+        state = state[:count]
+        embedded = take_rows(embed_part, batch.rows[:count] + step) if step else None
         if fixed.checkpointing and torch.is_grad_enabled():
-            normed, state = checkpoint(layer, state, q, k0, v0, *chain, use_reentrant=False)
+            normed, state = checkpoint(engine.layer, state, embedded, step, use_reentrant=False)
         else:
-            normed, state = layer(state, q, k0, v0, *chain)
-        labels = batch.labels(step)
-        loss, losses, correct, top = head_loss(drafter, normed, teacher, labels, fixed.decay**step / divisor)
+            normed, state = engine.layer(state, embedded, step)
+        loss, losses, correct, top = head_loss(drafter, normed, teacher, batch.labels(step), fixed.decay**step / divisor)
         total = total + loss
         reached = torch.ones_like(correct) if alive is None else alive[:count]
         alive = correct & reached
         counts.append(StepCounts(count, losses.sum(), correct.sum(), reached.sum(), alive.sum()))
         drafted.append(top)
     return total, counts, drafted
+
+
+class _TakeRows(torch.autograd.Function):
+    """x[index] for an index without repeats: its backward is a plain copy, not an atomic addition."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.rows = len(x)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.rows, *grad.shape[1:]).index_copy_(0, index, grad), None
+
+
+def take_rows(x: Tensor, index: Tensor) -> Tensor:
+    """Rows of x [N, ...] by index [R] int64 without repeats."""
+    return _TakeRows.apply(x, index)
+
+
+class PlainEngine:
+    """Attention of one unroll in plain PyTorch and its CPU kernel."""
+
+    def __init__(self, drafter: Drafter, batch: Batch, rope: Rope, steps: int):
+        self.drafter, self.batch, self.rope = drafter, batch, rope
+        self.layout = make_layout(batch.offsets, batch.rows)
+        self.positions = batch.positions.index_select(0, batch.rows)
+        self.chain: list[Tensor] = []
+
+    def first(self, fused: Tensor) -> None:
+        """First-step keys of every row, and the queries of step 0."""
+        heads = self.drafter.shape.num_attention_heads
+        q, k, v = self.drafter.heads(fused, *self.rope.at(self.batch.positions))
+        self.k0, self.v0, self.q = self.layout.keys(k, heads), self.layout.keys(v, heads), take_rows(q, self.batch.rows)
+
+    def layer(self, state: Tensor, embedded: Tensor | None, step: int) -> tuple[Tensor, Tensor]:
+        """One TTT step: state [R, H], embedded [R, q + 2 kv] (None at step 0) -> (input of the LM head, the next state)."""
+        q = self.q
+        if embedded is not None:
+            fused, state = self.drafter.project(state, embedded)
+            q, k, v = self.drafter.heads(fused, *self.rope.at(self.positions[: len(state)] + step))
+            self.chain = [*self.chain[: 2 * step - 2], k, v]  # a recomputed step puts its own keys back
+        return self.drafter.after_attention(state, ttt_attention(self.layout, q, self.k0, self.v0, self.chain[: 2 * step], self.drafter.shape.scale))
+
+
+class FastEngine:
+    """The same with the kernels of fast_ops.py."""
+
+    def __init__(self, drafter: Drafter, batch: Batch, rope: Rope, steps: int):
+        from .fast_ops import Chain, FlashVarlen, PlainVarlen
+
+        shape = drafter.shape
+        flash = batch.aux.is_cuda and drafter.compute_dtype in (torch.bfloat16, torch.float16) and shape.head_dim <= 256
+        self.drafter, self.batch, self.rope = drafter, batch, rope
+        self.chain = Chain(
+            batch.offsets, batch.rows, (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim), steps, drafter.compute_dtype,
+            FlashVarlen if flash else PlainVarlen,
+        )  # fmt: skip
+        self.positions = batch.positions.index_select(0, batch.rows)
+
+    def first(self, fused: Tensor) -> None:
+        from .fast_ops import RopeSplit
+
+        self.q, self.k0, self.v0 = RopeSplit.apply(fused, self.batch.positions, self.rope.cos, self.rope.sin, self.chain, 0)
+
+    def layer(self, state: Tensor, embedded: Tensor | None, step: int) -> tuple[Tensor, Tensor]:
+        from .fast_ops import ChainAttention, RopeSplit
+
+        q, k, v = self.q, None, None
+        if embedded is not None:
+            fused, state = self.drafter.project(state, embedded)
+            q, k, v = RopeSplit.apply(fused, self.positions[: len(state)] + step, self.rope.cos, self.rope.sin, self.chain, step)
+        attended = ChainAttention.apply(q, self.k0, self.v0, k, v, self.chain, step, len(state), self.drafter.shape.scale)
+        return self.drafter.after_attention(state, attended)

@@ -1,0 +1,50 @@
+"""The GPU path's kernels in Triton's interpreter on the CPU: the whole unroll against the plain path, losses and every gradient."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CASES = ["{}", "{'num_key_value_heads': 4}", "{'num_attention_heads': 6, 'head_dim': 12, 'fc_norm': True}", "{'norm_output': True, 'norm_before_fc': True}"]
+
+PROGRAM = """
+import sys
+import torch
+from train_helpers import make_drafter, make_fixed, make_sample, make_shape
+from aerie.batches import build_batch
+from aerie.unroll import Rope, unroll
+
+MASKS = [[0, 0, 0, 1, 1, 1, 1, 1, 0], [0, 1, 1, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 1, 1, 0]]
+for options in eval(sys.argv[1]):
+    shape = make_shape(**options)
+    fixed = make_fixed(shape, 4)
+    samples = [make_sample(f"{i:016x}", mask, shape, seed=i) for i, mask in enumerate(MASKS)]
+    results = []
+    for fast in (False, True):
+        drafter = make_drafter(shape)
+        drafter.fast = fast
+        drafter.zero_grads()
+        batch = build_batch(samples, 4)
+        loss, counts, _ = unroll(drafter, batch, fixed, Rope(drafter, torch.device("cpu"), torch.float32), float(batch.counts[0]))
+        loss.backward()
+        results.append((loss.detach(), {name: p.grad for name, p in drafter.named_parameters()}, [int(c.accepted) for c in counts]))
+    (plain, plain_grads, plain_counts), (loss, grads, counts) = results
+    torch.testing.assert_close(loss, plain, rtol=1e-5, atol=1e-6)
+    assert counts == plain_counts
+    for name in grads:
+        torch.testing.assert_close(grads[name], plain_grads[name], rtol=1e-4, atol=1e-5, msg=lambda text: f"{options} {name}: {text}")
+print("same")
+"""
+
+
+@pytest.mark.parametrize("cases", [CASES[:2], CASES[2:]], ids=["heads", "options"])
+def test_fast_path_equals_plain_path(cases):
+    pytest.importorskip("triton")
+    here = Path(__file__).parent
+    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{here}{os.pathsep}{here.parent / 'scripts'}"}
+    done = subprocess.run([sys.executable, "-c", PROGRAM, f"[{', '.join(cases)}]"], env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0 and "same" in done.stdout, done.stderr[-3000:]
