@@ -6,6 +6,7 @@ Run again, it goes on from the last checkpoint when config and data are the same
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import shutil
 import sys
@@ -116,6 +117,7 @@ def main() -> int:
     drafter = Drafter(shape, device=device)
     origin = begin(config, drafter, target, head.draft_head)
     drafter.set_compute(dtype)
+    drafter.fast = device.type == "cuda" and train.compile != "off" and importlib.util.find_spec("triton") is not None
     fixed = Fixed(target.embedding().to(device, dtype), head, train.ttt_steps, train.step_decay, train.activation_checkpointing)
     export_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
     belongs = fingerprint(config, store, vocab.metadata)

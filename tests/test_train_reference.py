@@ -8,9 +8,11 @@ import torch
 from train_helpers import make_drafter, make_fixed, make_sample, make_shape, numbers_of
 from train_reference import reference
 
+import aerie.unroll as unroll_module
 from aerie import ttt_loss
 from aerie.batches import build_batch
 from aerie.export import to_names
+from aerie.ttt_attention import DocumentLayout
 from aerie.unroll import Rope, unroll
 
 MASKS = [
@@ -95,3 +97,8 @@ def test_packing_and_checkpointing_change_nothing():
         unroll(drafter, build_batch([sample], 4), fixed, Rope(drafter, torch.device("cpu"), torch.float32), float(rows))[0].backward()
     for name, parameter in drafter.named_parameters():
         torch.testing.assert_close(parameter.grad, packed[name], rtol=1e-4, atol=1e-6)
+
+
+def test_attention_by_document_is_the_same(monkeypatch):
+    monkeypatch.setattr(unroll_module, "make_layout", DocumentLayout)
+    check({})

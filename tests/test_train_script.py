@@ -76,7 +76,7 @@ def test_nan_is_skipped_named_and_counted_and_too_many_stop_the_run(make_config)
 @pytest.mark.parametrize("change, words", [
     ("target.aux_layer_ids=[0, 2, 4]", "layers"),
     ("draft.vocab_size=64", "draft.vocab_size"),
-    ("draft.num_attention_heads=3", "key heads"),
+    ("draft.num_key_value_heads=3", "key heads"),
 ])  # fmt: skip
 def test_refusals_are_one_sentence(make_config, change, words):
     config = make(make_config, "train-refused")

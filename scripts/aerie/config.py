@@ -121,7 +121,7 @@ class Train:
     device: str = "auto"
     train_lm_head: bool = True
     activation_checkpointing: bool = False
-    compile: str = "auto"  # auto, on, off
+    compile: str = "auto"  # auto, on: the fused kernels (Triton) on a GPU; off: plain PyTorch
     seed: int = 0
     eval_every: int = 0  # steps; 0: at the end of each epoch
     eval_samples: int = 200

@@ -19,16 +19,21 @@ class Window:
 
     def __init__(self, steps: int):
         self.steps = steps
-        self.sums = np.zeros((steps, 5))
+        self.rows = [0] * steps
+        self.sums: list[torch.Tensor | None] = [None] * steps
 
     def add(self, counts: Sequence[StepCounts]) -> None:
-        """Waits for the device."""
+        """Sums stay on the device: nothing is waited for."""
         for step, one in enumerate(counts):
-            self.sums[step] += [one.rows, float(one.loss), float(one.correct), float(one.reached), float(one.accepted)]
+            self.rows[step] += one.rows
+            now = torch.stack([one.loss.double(), one.correct.double(), one.reached.double(), one.accepted.double()])
+            before = self.sums[step]
+            self.sums[step] = now if before is None else before + now
 
     def metrics(self) -> dict[str, list[float]]:
         """By TTT step: loss, accuracy, and acceptance given that all earlier steps were right."""
-        rows, loss, correct, reached, accepted = self.sums.T
+        rows = np.array(self.rows, dtype=float)
+        loss, correct, reached, accepted = np.array([[0.0] * 4 if one is None else one.tolist() for one in self.sums]).T
 
         def ratio(a: np.ndarray, b: np.ndarray) -> list[float]:
             return [float(x / y) if y else 0.0 for x, y in zip(a, b)]

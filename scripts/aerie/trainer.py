@@ -17,6 +17,7 @@ from .config import Train
 from .drafter import Drafter
 from .errors import UserError
 from .evaluate import Window, evaluate
+from .optimizer import Optimizer
 from .progress import Progress
 from .unroll import Fixed, Rope, unroll
 
@@ -83,15 +84,16 @@ class Trainer:
         self.reader = Reader(store, fixed.steps, train.max_bad_samples, drafter.compute_dtype, pin=cuda)
         self.eval_reader = Reader(store, num_steps, train.max_bad_samples, drafter.compute_dtype, pin=cuda)
         self.rope = Rope(drafter, self.device, drafter.compute_dtype)
-        self.optimizer = torch.optim.AdamW(drafter.parameters(), lr=train.lr, betas=tuple(train.betas), weight_decay=train.weight_decay, fused=True)
+        self.optimizer = Optimizer(drafter, train)
         self.surveyed: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by sample, rows in order: the same in every epoch
         self.state = State()
         self.stop_reason = ""
+        self.last_samples: list[str] = []
         self.extra_state: dict[str, Any] = {}  # goes into every checkpoint
 
     def resume(self, folder: Path) -> None:
         """Go on where the checkpoint stands. Raises UserError when the plan has changed since."""
-        saved = load_checkpoint(folder, self.drafter, self.optimizer)
+        saved = load_checkpoint(folder, self.drafter, self.optimizer.adam)
         if saved["plan_steps"] != len(self.plan.steps):
             raise UserError(f"{folder} belongs to a run of {saved['plan_steps']} steps, this one has {len(self.plan.steps)}: data or [train] changed; set them back, or start anew without --resume")
         names = State.__dataclass_fields__
@@ -135,6 +137,7 @@ class Trainer:
                     break
         finally:
             flat.close()
+        self.check_norm()
         return state
 
     def one_step(self, batches: list[Any]) -> list[Any]:
@@ -143,21 +146,23 @@ class Trainer:
         rows = sum(batch.counts[0] for batch in batches)
         if not rows:
             return []
-        drafter.zero_grads()
+        self.check_norm()
+        self.optimizer.zero_grad()
         counts = []
         for batch in batches:
             moved = batch.to(self.device, drafter.compute_dtype)
             loss, one, _ = unroll(drafter, moved, self.fixed, self.rope, float(rows), self.known(moved))
             loss.backward()
             counts.append(one)
-        norm = torch.nn.utils.clip_grad_norm_(drafter.parameters(), train.max_grad_norm or math.inf)
-        if not bool(torch.isfinite(norm)):
-            raise UserError(f"the gradient of step {self.state.step} is not finite; lower train.lr, or look at the samples {', '.join(batches[0].sample_ids[:3])} ...")
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(train, self.state.step, len(self.plan.steps))
-        self.optimizer.step()
-        drafter.refresh()
+        self.optimizer.step(learning_rate(train, self.state.step, len(self.plan.steps)))
+        self.last_samples = [name for batch in batches for name in batch.sample_ids]
         return counts
+
+    def check_norm(self) -> None:
+        """Whether the last step's gradient was finite; asked one step late, so that the device need not be waited for."""
+        if self.optimizer.norm is not None and not bool(torch.isfinite(self.optimizer.norm)):
+            names = ", ".join(self.last_samples[:3])
+            raise UserError(f"the gradient of step {self.state.step - 1} is not finite; lower train.lr, or look at the samples {names} with store_tool.py")
 
     def known(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The target's own next tokens and log-sum-exps of the batch's rows. On a CPU they are kept by sample: the whole head costs as much as the drafter there."""
@@ -190,7 +195,8 @@ class Trainer:
 
     def save(self, seconds: float) -> None:
         """A checkpoint of now."""
+        self.check_norm()
         state = self.state
         state.bad = dict(self.reader.bad)
         plain = {name: getattr(state, name) for name in State.__dataclass_fields__} | {"seconds": seconds, "plan_steps": len(self.plan.steps)} | self.extra_state
-        save_checkpoint(self.checkpoints, state.step, state.best_step, self.drafter, self.optimizer, plain)
+        save_checkpoint(self.checkpoints, state.step, state.best_step, self.drafter, self.optimizer.adam, plain)

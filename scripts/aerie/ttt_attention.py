@@ -109,6 +109,54 @@ def ttt_attention(layout, q: Tensor, k0: Tensor, v0: Tensor, chain: list[Tensor]
     return _TTTAttention.apply(layout, scale, q, k0, v0, *chain).flatten(1)
 
 
-def make_layout(offsets: Tensor, rows: Tensor) -> PaddedLayout:
-    """The layout for these documents on the device of `rows`."""
-    return PaddedLayout(offsets, rows)
+class DocumentLayout:
+    """Document by document in plain PyTorch: any device, dtype and head size. Scores of one document's asking rows live at a time."""
+
+    def __init__(self, offsets: Tensor, rows: Tensor):
+        self.spans = list(zip(offsets[:-1].tolist(), offsets[1:].tolist()))
+        self.rows = rows
+        document = torch.bucketize(rows, offsets[1:].to(rows.device), right=True)
+        self.asking = [(document == number).nonzero().squeeze(1) for number in range(len(self.spans))]
+
+    def keys(self, x: Tensor, query_heads: int) -> Tensor:
+        """First-step keys or values [T, nkv, d] -> [T, nq, d]."""
+        return x.repeat_interleave(query_heads // x.shape[1], dim=1)
+
+    def _scores(self, number: int, index: Tensor, q: Tensor, k: Tensor, scale: float) -> Tensor:
+        """[nq, Rd, L] in at least float32, the future at -inf."""
+        a, b = self.spans[number]
+        wide = torch.promote_types(q.dtype, torch.float32)
+        scores = torch.einsum("qhd,khd->hqk", q[index].to(wide), k[a:b].to(wide)) * scale
+        future = torch.arange(a, b, device=q.device) > self.rows[index].unsqueeze(1)
+        return scores.masked_fill(future, -torch.inf)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """q [R, nq, d] -> out [R, nq, d], log-sum-exp [R, nq]."""
+        out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+        for number, (a, b) in enumerate(self.spans):
+            index = self.asking[number][self.asking[number] < len(q)]
+            scores = self._scores(number, index, q, k, scale)
+            sums = scores.logsumexp(-1)  # [nq, Rd]
+            out[index] = torch.einsum("hqk,khd->qhd", (scores - sums.unsqueeze(-1)).exp(), v[a:b].to(scores.dtype)).to(q.dtype)
+            lse[index] = sums.t()
+        return out, lse
+
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q [R, nq, d], k and v as keys() gave them."""
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for number, (a, b) in enumerate(self.spans):
+            index = self.asking[number][self.asking[number] < len(q)]
+            chance = (self._scores(number, index, q, k, scale) - lse[index].t().unsqueeze(-1)).exp()
+            wide = chance.dtype
+            own = grad[index].to(wide)
+            delta = (own * out[index].to(wide)).sum(-1).t().unsqueeze(-1)
+            dscores = chance * (torch.einsum("qhd,khd->hqk", own, v[a:b].to(wide)) - delta) * scale
+            dq[index] = torch.einsum("hqk,khd->qhd", dscores, k[a:b].to(wide)).to(q.dtype)
+            dk[a:b] = torch.einsum("hqk,qhd->khd", dscores, q[index].to(wide)).to(k.dtype)
+            dv[a:b] = torch.einsum("hqk,qhd->khd", chance, own).to(v.dtype)
+        return dq, dk, dv
+
+
+def make_layout(offsets: Tensor, rows: Tensor) -> PaddedLayout | DocumentLayout:
+    """PyTorch's CPU kernel on a CPU; elsewhere document by document (the GPU's fast path does not come here)."""
+    return PaddedLayout(offsets, rows) if rows.device.type == "cpu" else DocumentLayout(offsets, rows)

@@ -1,0 +1,56 @@
+"""Run as a script on a GPU: the fast path against the plain path in float32 and bfloat16, losses and every gradient. Prints a line a case, exit code 1 when one differs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1] / "scripts")]
+
+import torch
+from train_helpers import make_sample, make_shape
+
+from aerie.batches import build_batch
+from aerie.drafter import Drafter
+from aerie.ttt_loss import TargetHead
+from aerie.unroll import Fixed, Rope, unroll
+
+
+def run(shape, dtype, fast: bool, device: torch.device, masks: list[list[int]], steps: int):
+    drafter = Drafter(shape, device=device)
+    generator = torch.Generator().manual_seed(0)
+    drafter.reset(generator, 0.08)
+    drafter.set_compute(dtype)
+    drafter.fast = fast
+    drafter.zero_grads()
+    head = (0.1 * torch.randn(shape.vocab_size, shape.hidden_size, generator=generator)).to(device, dtype)
+    ids = torch.arange(0, shape.vocab_size, shape.vocab_size // shape.draft_vocab_size)[: shape.draft_vocab_size].to(device)
+    to_draft = torch.full((shape.vocab_size,), -1, device=device)
+    to_draft[ids] = torch.arange(len(ids), device=device)
+    fixed = Fixed(torch.randn(shape.vocab_size, shape.hidden_size, generator=generator).to(device, dtype), TargetHead(head, head[ids].contiguous(), ids, to_draft), steps, 0.8)
+    samples = [make_sample(f"{i:016x}", mask, shape, seed=i) for i, mask in enumerate(masks)]
+    batch = build_batch(samples, steps, dtype).to(device, dtype)
+    loss, counts, _ = unroll(drafter, batch, fixed, Rope(drafter, device, dtype), float(batch.counts[0]))
+    loss.backward()
+    return loss.item(), {name: parameter.grad.clone() for name, parameter in drafter.named_parameters()}, [int(one.correct) for one in counts]
+
+
+def main() -> int:
+    device = torch.device("cuda")
+    masks = [[0] * 30 + [1] * 90, [0] * 5 + [1] * 40 + [0] * 20 + [1] * 64, [1] * 12, [0, 0, 1, 1, 0]]
+    bad = 0
+    for options in ({}, {"num_key_value_heads": 4}, {"head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 2}, {"fc_norm": True, "norm_output": True}):
+        shape = make_shape(**{"hidden_size": 256, "target_hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 2048, "draft_vocab_size": 1024, **options})
+        truth = run(shape, torch.float32, False, torch.device("cpu"), masks, 5)
+        for dtype, fast in ((torch.float32, False), (torch.float32, True), (torch.bfloat16, False), (torch.bfloat16, True)):
+            loss, grads, correct = run(shape, dtype, fast, device, masks, 5)
+            worst, name = max(((grads[n].cpu() - truth[1][n]).norm().item() / truth[1][n].norm().item(), n) for n in grads)
+            limit = 2e-3 if dtype == torch.float32 else 6e-2
+            ok = worst < limit and abs(loss - truth[0]) < 1e-3 * abs(truth[0]) + (0 if dtype == torch.float32 else 4e-3)
+            bad += not ok
+            print(f"{'ok ' if ok else 'BAD'} {options} {str(dtype)[6:]} {'fast' if fast else 'plain'}: loss {loss:.6f} ({truth[0]:.6f}), worst gradient {worst:.2e} ({name}), hits {correct} {truth[2]}", flush=True)
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
