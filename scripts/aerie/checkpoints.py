@@ -74,7 +74,8 @@ def load_checkpoint(folder: Path, drafter: Drafter, optimizer: torch.optim.Optim
     except (FileNotFoundError, SafetensorError) as exc:
         raise UserError(f"{folder} is not a whole checkpoint ({exc}); remove it and resume again") from None
     optimizer_state: dict[int, dict[str, Tensor]] = {}
-    for index, (name, parameter) in enumerate(drafter.named_parameters()):
+    trained = [name for name, parameter in drafter.named_parameters() if parameter.requires_grad]  # the optimiser's own order
+    for name, parameter in drafter.named_parameters():
         saved = tensors.get(f"model.{name}")
         if saved is None or saved.shape != parameter.shape:
             raise UserError(f"{folder} holds a drafter of another shape ({name}: {list(saved.shape) if saved is not None else 'missing'}, this one {list(parameter.shape)}); "
@@ -83,7 +84,7 @@ def load_checkpoint(folder: Path, drafter: Drafter, optimizer: torch.optim.Optim
         prefix = f"optimizer.{name}."
         own = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
         if own:
-            optimizer_state[index] = own
+            optimizer_state[trained.index(name)] = own
     if optimizer is not None and optimizer_state:
         full = optimizer.state_dict()
         full["state"] = optimizer_state

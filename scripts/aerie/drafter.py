@@ -164,8 +164,10 @@ class Drafter(nn.Module):
                 self._copies[name].copy_(master)
 
     def zero_grads(self) -> None:
-        """Every .grad there and zero."""
+        """Every .grad of what is trained there and zero."""
         for parameter in self.parameters():
+            if not parameter.requires_grad:
+                continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             else:

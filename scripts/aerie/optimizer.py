@@ -16,7 +16,7 @@ class Optimizer:
 
     def __init__(self, drafter: Drafter, train: Train):
         self.drafter, self.max_norm = drafter, train.max_grad_norm
-        self.parameters = list(drafter.parameters())
+        self.parameters = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
         self.adam = torch.optim.AdamW(self.parameters, lr=train.lr, betas=tuple(train.betas), weight_decay=train.weight_decay, fused=True)
         self.norm: Tensor | None = None
 

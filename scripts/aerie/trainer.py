@@ -84,6 +84,7 @@ class Trainer:
         self.reader = Reader(store, fixed.steps, train.max_bad_samples, drafter.compute_dtype, pin=cuda)
         self.eval_reader = Reader(store, num_steps, train.max_bad_samples, drafter.compute_dtype, pin=cuda)
         self.rope = Rope(drafter, self.device, drafter.compute_dtype)
+        drafter.lm_head.requires_grad_(train.train_lm_head)
         self.optimizer = Optimizer(drafter, train)
         self.surveyed: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by sample, rows in order: the same in every epoch
         self.state = State()
