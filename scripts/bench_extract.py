@@ -29,7 +29,7 @@ from aerie.config import Config, add_config_arguments, config_from_args
 from aerie.dumps import capture_info, check_dump, dump_path, read_dump, remove_dump, wait_dump
 from aerie.errors import UserError, run_main
 from aerie.extract_plan import Job, Plan, order
-from aerie.extraction import Extraction
+from aerie.extraction import Extraction, default_workers
 from aerie.generate_client import Client
 from aerie.identity import read_model_config, text_config
 from aerie.paths import ROOT
@@ -192,7 +192,7 @@ def bench_ceiling(config: Config, args: argparse.Namespace, store: Path) -> dict
         extract_once(config, warm, url, folder, store / "store", identity)  # the stand-in writes its files
         rates, client_rates, cpu = [], [], []
         size = sum(job.tokens * 3 + job.final_rows for job in plan.jobs) * args.hidden * 2
-        workers = args.threads or max(2, min(8, (os.cpu_count() or 2) // 2))
+        workers = args.threads or default_workers()
         for turn in range(args.rounds):
             shutil.rmtree(store / "store", ignore_errors=True)
             rates.append(write_rate(store, size, workers))

@@ -70,6 +70,11 @@ def default_budget(folder: Path) -> int:
     return shutil.disk_usage(folder).free // 2
 
 
+def default_workers() -> int:
+    """Threads that check and write: half the cores, 2 to 16. One moves about 1 GB/s."""
+    return max(2, min(16, (os.cpu_count() or 2) // 2))
+
+
 class Extraction:
     """One run over `jobs`. `identity` is what every dump must say of its states."""
 
@@ -93,7 +98,7 @@ class Extraction:
         self.stopping = False
         self.down_since: dict[str, float] = {}
         self.waiting_for_trainer = False
-        self.worker_count = workers or max(2, min(8, (os.cpu_count() or 2) // 2))
+        self.worker_count = workers or default_workers()
         self.progress = Progress(len(plan.jobs), "extracted", already=sum(job.id in writer.done for job in plan.jobs))
 
     # ---- from start to end

@@ -57,12 +57,12 @@ def _weights(words: int) -> np.ndarray:
     return (x ^ (x >> np.uint64(31))) | np.uint64(1)
 
 
-def row_hashes(words: np.ndarray) -> np.ndarray:
+def row_hashes(words: np.ndarray, products: np.ndarray) -> np.ndarray:
     """[R, W] uint64 -> [R] uint64: sum of weight * word mod 2^64 (multiply-shift hashing). Odd weights: any one changed word changes the sum.
 
-    Runs at memory speed in numpy, which zlib.crc32 and hashlib do not: the check must not be what bounds the extraction.
+    Runs at memory speed in numpy, which zlib.crc32 and hashlib do not: the check must not be what bounds the extraction. `products`: scratch, as `words`.
     """
-    return (words * _weights(words.shape[1])).sum(axis=1, dtype=np.uint64)
+    return np.multiply(words, _weights(words.shape[1]), out=products).sum(axis=1, dtype=np.uint64)
 
 
 def _digest(data: bytes | memoryview | np.ndarray) -> str:
@@ -89,6 +89,7 @@ def chunked_rows(planes: Sequence[np.ndarray], rows: np.ndarray | None = None):
     words = -(-width // 8)
     step = max(1, CHUNK_BYTES // max(width, 1))
     buffer = np.zeros((min(step, max(total, 1)), words * 8), np.uint8)
+    products = np.empty((len(buffer), words), np.uint64)
     for first in range(0, total, step):
         count = min(step, total - first)
         chunk, column = buffer[:count], 0
@@ -96,7 +97,12 @@ def chunked_rows(planes: Sequence[np.ndarray], rows: np.ndarray | None = None):
             source = plane[first : first + count] if rows is None else plane[rows[first : first + count]]
             chunk[:, column : column + plane.shape[1]] = source
             column += plane.shape[1]
-        yield first, chunk, row_hashes(chunk.view(np.uint64))
+        yield first, chunk, row_hashes(chunk.view(np.uint64), products[:count])
+
+
+def arena_for(spec: Spec, shard_bytes: int) -> np.ndarray:
+    """Room for the `final` rows of a shard in which every row is kept; untouched pages cost nothing."""
+    return np.empty(shard_bytes // (spec.layers + 1) if shard_bytes < 1 << 40 else 0, np.uint8)
 
 
 class Slot(NamedTuple):
@@ -105,13 +111,16 @@ class Slot(NamedTuple):
     index: int
     row: int
     rows: int
+    final_row: int
 
 
 class ShardWriter:
     """A shard that is being written. reserve() under the owner's lock; write() from any thread; finish() once, after all writes."""
 
-    def __init__(self, path: Path, spec: Spec, shard_bytes: int):
+    def __init__(self, path: Path, spec: Spec, shard_bytes: int, arena: np.ndarray | None = None):
+        """arena: memory for `final`, used again from shard to shard (fresh memory costs a page fault every 4 KiB)."""
         self.path, self.spec, self.shard_bytes = path, spec, shard_bytes
+        self.arena = arena if arena is not None else arena_for(spec, shard_bytes)
         self.max_samples = int(min(MAX_SAMPLES, max(16, shard_bytes // 65536)))
         self.temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         self.rows = self.final_rows = self.pending = 0
@@ -133,7 +142,7 @@ class ShardWriter:
 
     def reserve(self, rows: int, final_rows: int) -> Slot:
         """Take the next `rows` rows; the slot must be filled with write()."""
-        slot = Slot(len(self.samples), self.rows, rows)
+        slot = Slot(len(self.samples), self.rows, rows, self.final_rows)
         self.samples.append({})
         self.rows += rows
         self.final_rows += final_rows
@@ -157,7 +166,9 @@ class ShardWriter:
         for first, chunk, part in chunked_rows(aux):
             hashes[first : first + len(part)] = part
             _pwrite_all(self._fd, np.ascontiguousarray(chunk[:, :width]), self.header_bytes + (slot.row + first) * width)
-        kept = np.empty((len(final_rows), self.spec.final_bytes), np.uint8)
+        at, size = slot.final_row * self.spec.final_bytes, len(final_rows) * self.spec.final_bytes
+        kept = self.arena[at : at + size] if at + size <= len(self.arena) else np.empty(size, np.uint8)
+        kept = kept.reshape(len(final_rows), self.spec.final_bytes)
         final_hashes = np.zeros(len(final_rows), np.uint64)
         for first, chunk, part in chunked_rows([final], None if final_picked else final_rows):
             final_hashes[first : first + len(part)] = part

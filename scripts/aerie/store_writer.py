@@ -40,6 +40,7 @@ class StoreWriter:
         self._lock = threading.RLock()
         self._open: dict[bool, ShardWriter] = {}  # held out? -> the shard that grows: held-out samples have shards of their own, which streaming keeps
         self._unfinished: set[ShardWriter] = set()
+        self._arenas: list[np.ndarray] = []  # of finished shards
         self._finishing = threading.Lock()
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock_file = lock_store(self.path)
@@ -165,7 +166,7 @@ class StoreWriter:
         return True
 
     def _begin(self) -> ShardWriter:
-        shard = ShardWriter(self.path / shard_name(self._next), self.spec, self.shard_bytes)
+        shard = ShardWriter(self.path / shard_name(self._next), self.spec, self.shard_bytes, self._arenas.pop() if self._arenas else None)
         self._next += 1
         identity = {key: value for key, value in self.manifest.items() if key not in ("samples", "rows", "bytes", "shards", "done", "complete")}
         shard.open({"kind": "aerie-shard", "manifest": json.dumps(identity)})
@@ -192,6 +193,7 @@ class StoreWriter:
             append_line(self.path / "done.log", "".join(f"{sample['id']} {shard.path.name} {len(sample['input_ids'])}\n" for sample in shard.samples))
             with self._lock:
                 self._unfinished.discard(shard)
+                self._arenas.append(shard.arena)
                 self._counts[shard.path.name] = (len(ids), shard.rows, shard.path.stat().st_size)
                 self._write_manifest(complete=False)
         self.on_shard(shard.path.name, ids)
