@@ -23,14 +23,17 @@ from aerie.report import write_report
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_config_arguments(parser)
-    parser.add_argument("--prompts", nargs="+", metavar="SET", help=f"heldout, builtin, {', '.join(CATEGORIES)}, or files (chats, MT-Bench, GSM8K, HumanEval); default: bench.prompts")
-    parser.add_argument("--sweep", nargs="+", metavar="STEPS,TOPK,TOKENS", default=[], help="also measure these settings of speculation, for example 1,1,2 3,1,4 3,4,16")
+    parser.add_argument("--prompts", nargs="+", metavar="SET", help=f"heldout, builtin, {', '.join(CATEGORIES)}, or files (chats, MT-Bench, GSM8K, "
+        f"HumanEval); default: bench.prompts")
+    parser.add_argument("--sweep", nargs="+", metavar="STEPS,TOPK,TOKENS", default=[], help="also measure these settings of speculation, for example 1,1,2 "
+        "3,1,4 3,4,16")
     args = parser.parse_args()
     config = config_from_args(args)
     settings = [parse_sweep(text) for text in args.sweep]
     sets = [SetBenchmark(config, load_set(config, name)) for name in args.prompts or [config.bench.prompts]]
     concurrencies = config.bench.concurrency
-    print(f"benchmark: {', '.join(f'{one.prompts.name} ({len(one.prompts.prompts)} prompts)' for one in sets)}; {', '.join(map(str, concurrencies))} requests in flight", flush=True)
+    print(f"benchmark: {', '.join(f'{one.prompts.name} ({len(one.prompts.prompts)} prompts)' for one in sets)}; {', '.join(map(str, concurrencies))} "
+        f"requests in flight", flush=True)
     sweep = []
     with BenchServers(config) as servers:
         if config.bench.side_by_side:

@@ -19,7 +19,8 @@ def main() -> int:
     parser.add_argument("drafter", nargs="?", metavar="DIR", help="the drafter's folder (default: the run's)")
     parser.add_argument("--target", metavar="DIR", help="the target's folder (default: the config's)")
     parser.add_argument("--for", dest="engine", choices=("sglang", "vllm"), default="sglang", help="the engine that will serve it (default: %(default)s)")
-    parser.add_argument("--server-version", default="", metavar="V", help=f"the SGLang that will serve it: {', '.join(SGLANG_VERSIONS)} (default: the installed one)")
+    parser.add_argument("--server-version", default="", metavar="V", help=f"the SGLang that will serve it: {', '.join(SGLANG_VERSIONS)} (default: the "
+        f"installed one)")
     add_config_arguments(parser)
     args = parser.parse_args()
     if args.server_version and args.server_version not in SGLANG_VERSIONS:

@@ -58,7 +58,8 @@ def main() -> int | None:
         print(f"the {mode} server of run {config.run.name} already runs on {running.url}")
         return 0
     if running or watcher_record(config, mode):
-        raise UserError(f"the {mode} server of run {config.run.name!r} is starting or does not answer; see {config.run.logs / f'{mode}.log'}, wait, or end it with --stop")
+        raise UserError(f"the {mode} server of run {config.run.name!r} is starting or does not answer; see {config.run.logs / f'{mode}.log'}, wait, or end "
+            f"it with --stop")
     if args.background:
         words = [word for word in sys.argv[1:] if word != "--background"]
         return start_in_background(config, mode, [sys.executable, str(Path(__file__).resolve()), *words])

@@ -69,7 +69,8 @@ def measure(server: Server, prompts: list[Prompt], concurrency: int, timeout_s: 
             answers, seconds = generate_all(server.url, prompts, concurrency, timeout_s, done)
     except requests.RequestException as exc:
         state = "is alive" if server.alive() else f"died: {server.last_error()}"
-        raise UserError(f"the {server.mode} server stopped answering after {progress.items} of {len(prompts)} requests ({type(exc).__name__}); it {state} (log: {server.log})") from None
+        raise UserError(f"the {server.mode} server stopped answering after {progress.items} of {len(prompts)} requests ({type(exc).__name__}); it {state} "
+            f"(log: {server.log})") from None
     finally:
         progress.close()
     if server.mode == "serving" and not any(answer.verifications for answer in answers):
@@ -187,7 +188,8 @@ def table(content: dict[str, Any]) -> str:
     lines = []
     for name, one in content["sets"].items():
         skipped = f", {one['skipped']} skipped as too long" if one["skipped"] else ""
-        lines += [f"  {name}: {one['prompts']} prompts{skipped}", "  concurrency  requests  without tok/s  with tok/s  speed-up  accept length (pooled)  per-request mean"]
+        lines += [f"  {name}: {one['prompts']} prompts{skipped}", "  concurrency  requests  without tok/s  with tok/s  speed-up  accept length (pooled)  "
+            "per-request mean"]
         for level in one["levels"]:
             fast = level["speculative"]
             lines.append(
@@ -197,14 +199,16 @@ def table(content: dict[str, Any]) -> str:
         if len(one["by_category"]) > 1:
             lines.append("  accept length by kind: " + ", ".join(f"{kind} {numbers['accept_length']:.2f}" for kind, numbers in one["by_category"].items() if numbers["accept_length"] is not None))
         lossless = one["lossless"]
-        lines.append(f"  texts: {lossless['compared']} compared, {lossless['equal']} equal, {lossless['near_ties']} near ties, {len(lossless['different'])} different")
+        lines.append(f"  texts: {lossless['compared']} compared, {lossless['equal']} equal, {lossless['near_ties']} near ties, {len(lossless['different'])} "
+            f"different")
         lines += [f"    {text}" for text in lossless["different"][:5]]
     if content["gap"] is not None:
         lines.append(f"  predicted accept length {content['predicted_accept_length']:.3f}, served {content['accept_length']:.3f}: gap {content['gap']:+.1%}")
     if content["sweep"]:
         lines.append("  steps  topk  draft tokens  tok/s  speed-up  accept length")
         lines += [
-            f"  {row['num_steps']:>5}  {row['topk']:>4}  {row['num_draft_tokens']:>12}  {row['tok_s']:>5.1f}  {row['speedup']:>7.2f}x  {row['accept_length']:>13.3f}"
+            f"  {row['num_steps']:>5}  {row['topk']:>4}  {row['num_draft_tokens']:>12}  {row['tok_s']:>5.1f}  {row['speedup']:>7.2f}x  "
+                f"{row['accept_length']:>13.3f}"
             for row in content["sweep"]
         ]
     return "\n".join(lines)

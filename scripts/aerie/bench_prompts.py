@@ -72,7 +72,8 @@ def read_items(path: Path, category: str = "") -> list[Item]:
         try:
             item = item_of(f"{path.stem}:{number}", row, chat)
         except BadRow as exc:
-            raise UserError(f"{path} line {number} is no prompt: {exc}; give chats (messages, conversations, prompt), MT-Bench, GSM8K or HumanEval rows") from None
+            raise UserError(f"{path} line {number} is no prompt: {exc}; give chats (messages, conversations, prompt), MT-Bench, GSM8K or "
+                f"HumanEval rows") from None
         item.category = category or item.category
         items.append(item)
     if not items:

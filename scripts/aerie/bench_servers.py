@@ -29,9 +29,11 @@ class BenchServers:
         found = Server.find(self.config, mode)
         if found:
             if found.record["command"][1:] != command_line(self.config, mode)[1:]:
-                raise UserError(f"the running {mode} server of run {self.config.run.name!r} was started with other options than the config's; end it with scripts/04_serve.sh --stop")
+                raise UserError(f"the running {mode} server of run {self.config.run.name!r} was started with other options than the config's; end it with "
+                    f"scripts/04_serve.sh --stop")
             if not found.healthy():
-                raise UserError(f"the running {mode} server of run {self.config.run.name!r} does not answer (yet?); see {found.log}, wait, or end it with scripts/04_serve.sh --stop")
+                raise UserError(f"the running {mode} server of run {self.config.run.name!r} does not answer (yet?); see {found.log}, wait, or end it with "
+                    f"scripts/04_serve.sh --stop")
             return found
         if mode == "serving":
             refuse_bad_drafter(self.config)

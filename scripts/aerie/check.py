@@ -119,7 +119,8 @@ class Check:
 
     def architecture(self) -> Iterator[Line]:
         if "speculators_model_type" in self.config or "speculators_config" in self.config:
-            yield Line(False, "speculators_config", "a folder in the speculators format, which SGLang cannot load; convert it to the layout of LlamaForCausalLMEagle3")
+            yield Line(False, "speculators_config", "a folder in the speculators format, which SGLang cannot load; convert it to the layout of "
+                "LlamaForCausalLMEagle3")
             return
         version = self.serving.server_version
         if self.serving.engine == "sglang" and version and version not in SGLANG_VERSIONS:
@@ -128,7 +129,8 @@ class Check:
         self.arch = names[0] if names else ""
         known = ARCHITECTURES if self.serving.engine == "sglang" else (LLAMA,)
         ok = self.arch in known
-        yield Line(ok, "architectures", self.arch if ok else f"{names or 'missing'}; the EAGLE-3 classes of {self.serving.engine} that are known here: {' and '.join(known)}")
+        yield Line(ok, "architectures", self.arch if ok else f"{names or 'missing'}; the EAGLE-3 classes of {self.serving.engine} that are known here: "
+            f"{' and '.join(known)}")
         if not ok:
             return
         self.names = {canonical_name(name, self.arch): name for name in self.folder.tensors}
@@ -158,13 +160,15 @@ class Check:
         yield Line(tied is False, "tie_word_embeddings", "false" if tied is False else f"{tied!r} must be false: {WHY['tie_word_embeddings']}")
         draft = self.config["draft_vocab_size"]
         ok = draft is None or draft <= vocab
-        yield Line(ok, "draft_vocab_size", f"{'null: the LM head is the target' if draft is None else format(draft, ',')}" if ok else f"{draft} is larger than vocab_size {vocab}")
+        yield Line(ok, "draft_vocab_size", f"{'null: the LM head is the target' if draft is None else format(draft, ',')}" if ok else f"{draft} is larger "
+            f"than vocab_size {vocab}")
 
     def layers(self) -> Iterator[Line]:
         said, found = self.config["num_hidden_layers"], layers_in_file(list(self.names))
         if said != found:
             also = ", the target's own number: copied from its config" if said == self.target["num_hidden_layers"] else ""
-            yield Line(False, "num_hidden_layers", f"{said}{also}, but the file holds {found} decoder layer{'s' if found != 1 else ''}; the rest would be random")
+            yield Line(False, "num_hidden_layers", f"{said}{also}, but the file holds {found} decoder layer{'s' if found != 1 else ''}; the rest would "
+                f"be random")
         elif self.arch == MLA and said != 1:
             yield Line(False, "num_hidden_layers", f"{said}, but {MLA} takes 1")
         else:
@@ -194,7 +198,8 @@ class Check:
         if sorted(set(ids)) != ids:
             yield Line(False, key, f"{ids} must rise without repeats")
         elif points[0] < 0 or points[-1] >= depth:
-            yield Line(False, key, f"{ids} asks for states after {points} decoder layers, but the target has {depth} and its last state to capture is after {depth - 1}")
+            yield Line(False, key, f"{ids} asks for states after {points} decoder layers, but the target has {depth} and its last state to capture is after "
+                f"{depth - 1}")
         else:
             yield Line(True, key, f"{ids}: the states after {', '.join(map(str, points))} of {depth} decoder layers")
         if (self.config["eagle_config"] or {}).get("use_aux_hidden_state", True) is not True:
@@ -207,13 +212,15 @@ class Check:
             if self.serving.engine == "sglang" and record.get("aux_layer_ids", ids) != ids:
                 yield Line(False, key, f"{ids}, but {where} says that it was trained on {record['aux_layer_ids']}")
             elif record.get("capture_points", points) != points:
-                yield Line(False, "capture_points", f"this target captures after {points} layers, but {where} says that it was trained on the states after {record['capture_points']}")
+                yield Line(False, "capture_points", f"this target captures after {points} layers, but {where} says that it was trained on the states after "
+                    f"{record['capture_points']}")
 
     def positions(self) -> Iterator[Line]:
         own, needed = context_length(self.config), self.serving.context_length or context_length(self.target)
         ok = own >= needed
         text = f"{own:,} (the target is served up to {needed:,})"
-        yield Line(ok, "max_position_embeddings", text if ok else f"{own}, but the target is served up to {needed} tokens: the server stops at start, or drafts at random past {own}")
+        yield Line(ok, "max_position_embeddings", text if ok else f"{own}, but the target is served up to {needed} tokens: the server stops at start, or "
+            f"drafts at random past {own}")
         new, old = self.config.get("rope_parameters"), self.config["rope_theta"]
         if isinstance(new, dict) and "rope_theta" in new and new["rope_theta"] != old:
             yield Line(False, "rope_parameters", f"rope_theta is {new['rope_theta']} here and {old} at the top level; engines read one or the other")
@@ -222,7 +229,8 @@ class Check:
         else:
             yield Line(True, "rope_theta", f"{old:g}{', in both spellings' if isinstance(new, dict) else ', in the old spelling (transformers 5 reads it too)'}")
         if self.arch == LLAMA and self.config["num_attention_heads"] % self.config["num_key_value_heads"]:
-            yield Line(False, "num_key_value_heads", f"{self.config['num_key_value_heads']} does not divide num_attention_heads {self.config['num_attention_heads']}")
+            yield Line(False, "num_key_value_heads", f"{self.config['num_key_value_heads']} does not divide num_attention_heads "
+                f"{self.config['num_attention_heads']}")
 
     def flags(self) -> Iterator[Line]:
         nested = (self.config["eagle_config"] or {}).get("norm_before_fc")
@@ -298,9 +306,11 @@ class Check:
         if absolute and (kept is None or kept == set(d2t.tolist())):
             yield Line(False, "d2t", "holds target ids; it must hold offsets: target id - draft id")
         elif not good:
-            yield Line(False, "d2t", f"as offsets it gives target ids {int(ids.min())} to {int(ids.max())}, {draft - len(ids.unique())} of them twice; they must be distinct, in 0 to {vocab - 1}")
+            yield Line(False, "d2t", f"as offsets it gives target ids {int(ids.min())} to {int(ids.max())}, {draft - len(ids.unique())} of them twice; they "
+                f"must be distinct, in 0 to {vocab - 1}")
         else:
-            yield Line(False, "t2d", f"marks {len(kept or ())} ids, of which {len((kept or set()) & set(ids.tolist()))} are those of d2t: the map of another vocabulary")
+            yield Line(False, "t2d", f"marks {len(kept or ())} ids, of which {len((kept or set()) & set(ids.tolist()))} are those of d2t: the map of another "
+                f"vocabulary")
 
     def values(self) -> Iterator[Line]:
         bad = 0
@@ -343,7 +353,8 @@ class Check:
         elif (self.folder.path / "hf_quant_config.json").is_file():
             yield Line(False, "hf_quant_config.json", "lies in the folder, but the tensors are not quantised")
         elif serving.quantization and serving.quantization != "unquant" and not serving.draft_quantization:
-            yield Line(False, "speculative-draft-model-quantization", f"not set: the drafter would inherit the target's --quantization {serving.quantization}; set it to unquant")
+            yield Line(False, "speculative-draft-model-quantization", f"not set: the drafter would inherit the target's --quantization "
+                f"{serving.quantization}; set it to unquant")
         else:
             yield Line(True, "quantisation", "none of its own, none inherited")
 
@@ -352,17 +363,20 @@ class Check:
         mla_target, mla_drafter = "kv_lora_rank" in self.target and self.target["kv_lora_rank"], self.arch == MLA
         chosen = serving.draft_attention_backend or serving.attention_backend
         if mla_drafter or not mla_target:
-            yield Line(True, "attention backend", "the drafter's attention is of the target's kind" if bool(mla_target) == mla_drafter else chosen or "SGLang's choice")
+            yield Line(True, "attention backend", "the drafter's attention is of the "
+                "target's kind" if bool(mla_target) == mla_drafter else chosen or "SGLang's choice")
         elif chosen in MLA_BACKENDS:
             yield Line(False, key, f"{chosen} takes MLA only, the drafter has plain attention; set serve.draft_attention_backend to fa3, flashinfer or triton")
         elif serving.gpu and not serving.draft_attention_backend:
-            yield Line(False, key, "not set: a drafter with plain attention under an MLA target would inherit the target's backend; set serve.draft_attention_backend to fa3, flashinfer or triton")
+            yield Line(False, key, "not set: a drafter with plain attention under an MLA target would inherit the target's backend; set "
+                "serve.draft_attention_backend to fa3, flashinfer or triton")
         else:
             yield Line(True, "attention backend", chosen or "a plain drafter under an MLA target needs its own on a GPU: set serve.draft_attention_backend")
 
     def provenance(self) -> Iterator[Line]:
         if not self.training:
-            yield Line(None, "training.json", "not in the folder: which target, layers and tokenizer it was trained with cannot be checked, nor its accept length predicted")
+            yield Line(None, "training.json", "not in the folder: which target, layers and tokenizer it was trained with cannot be checked, nor its accept "
+                "length predicted")
         elif self.training.get("model_hash", "") not in ("", model_hash(self.target_path)):
             yield Line(False, "model_hash", "training.json says that it was trained for another target than this folder's config.json")
         elif "tokenizer_hash" in self.training and self.training["tokenizer_hash"] != tokenizer_hash(self.target_path):

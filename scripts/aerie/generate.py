@@ -82,7 +82,8 @@ def generate(url: str, prompt: Prompt, timeout_s: float = 600.0, session: reques
     reply = (session or requests).post(f"{url}/generate", json=body, timeout=timeout_s)
     seconds = time.monotonic() - start
     if reply.status_code != 200:
-        raise UserError(f"{url} refused prompt {prompt.id} ({len(prompt.input_ids)} tokens, {prompt.max_new_tokens} to come): {reply.status_code} {reply.text[:200]}")
+        raise UserError(f"{url} refused prompt {prompt.id} ({len(prompt.input_ids)} tokens, {prompt.max_new_tokens} to come): {reply.status_code} "
+            f"{reply.text[:200]}")
     data = reply.json()
     meta = data["meta_info"]
     return Answer(prompt, data["output_ids"], meta.get("spec_verify_ct", 0), meta.get("spec_correct_drafts_histogram") or [], seconds)
@@ -96,7 +97,8 @@ def generate_streamed(url: str, prompt: Prompt, timeout_s: float = 600.0, sessio
     last: dict = {}
     with (session or requests).post(f"{url}/generate", json=body, timeout=timeout_s, stream=True) as reply:
         if reply.status_code != 200:
-            raise UserError(f"{url} refused prompt {prompt.id} ({len(prompt.input_ids)} tokens, {prompt.max_new_tokens} to come): {reply.status_code} {reply.text[:200]}")
+            raise UserError(f"{url} refused prompt {prompt.id} ({len(prompt.input_ids)} tokens, {prompt.max_new_tokens} to come): {reply.status_code} "
+                f"{reply.text[:200]}")
         for line in reply.iter_lines(chunk_size=None):
             if not line.startswith(b"data:") or line == b"data: [DONE]":
                 continue

@@ -43,4 +43,5 @@ def refuse_short_memory(config: Config, mode: str, available: float | None = Non
         available = psutil.virtual_memory().available
     needed = needed_bytes(config, mode, has_gpu())
     if available < needed:
-        raise UserError(f"{available / GB:.1f} GB of host memory are free, the {mode} server of {config.model_path} needs about {needed / GB:.1f} GB to load; end other servers (make stop) or other programs first")
+        raise UserError(f"{available / GB:.1f} GB of host memory are free, the {mode} server of {config.model_path} needs about {needed / GB:.1f} GB to "
+            f"load; end other servers (make stop) or other programs first")

@@ -48,5 +48,6 @@ def compare(names: Sequence[str], prompts: Sequence[list[int]], without: Sequenc
         if gap <= NEAR_TIE[dtype] and {left[where], right[where]} == set(tokens):
             result.near_ties += 1
         else:
-            result.different.append(f"{name}: token {where} is {left[where]} without the drafter and {right[where]} with it; the two likeliest, {tokens}, are {gap:.4g} apart in log-probability")
+            result.different.append(f"{name}: token {where} is {left[where]} without the drafter and {right[where]} with it; the two likeliest, {tokens}, "
+                f"are {gap:.4g} apart in log-probability")
     return result
