@@ -87,6 +87,7 @@ class Extraction:
         self.keep_bytes = int(self.options.keep_gb * 1e9)
         self.pending = deque(Task(job, job.tokens * self.token_bytes, prove=place < self.options.proof_samples) for place, job in enumerate(jobs))
         self.unsettled = len(jobs)  # neither in the store nor failed for good
+        self.heldout_left = sum(job.heldout for job in jobs)
         self.live: dict[str, Task] = {}  # rid -> task: sent, and not yet in the store
         self.answered: dict[str, Task] = {}  # of these: whose dump is due
         self.in_flight_bytes = 0
@@ -119,6 +120,8 @@ class Extraction:
                     self.changed.wait(0.5)
         except KeyboardInterrupt:
             self.outcome.stopped = "interrupted"
+        except Exception as exc:  # raised again below, once no thread writes any more
+            self.fatal = self.fatal or exc
         self._stop()
         collector.join()
         for _ in workers:
@@ -175,7 +178,10 @@ class Extraction:
             now = time.monotonic()
             if len(self.down_since) == len(self.urls) and now - max(self.down_since.values()) > self.options.server_wait_s:
                 self.outcome.stopped = f"no server at {', '.join(self.urls)} for {self.options.server_wait_s:.0f} s (extract.server_wait_s)"
+        self.writer.roll(only_old=True)
         if self.keep_bytes:
+            if not self.heldout_left:
+                self.writer.roll_heldout()  # the trainer evaluates on these from the start
             if self.waiting_for_trainer and not self.in_flight_bytes:
                 self.writer.roll()  # the trainer can only make room by consuming whole shards
             if self.writer.delete_consumed():
@@ -304,11 +310,15 @@ class Extraction:
             self.pending.append(task)
             return
         self.outcome.failed[task.job.id] = (reason, attempts)
-        self.unsettled -= 1
+        self._settle(task.job)
         self.progress.update(0, errors=1)
         if len(self.outcome.failed) > self.options.max_failed:
             self.outcome.stopped = f"{len(self.outcome.failed)} samples failed for good, more than extract.max_failed = {self.options.max_failed}; the last reason: {reason}"
         print(f"sample {task.job.id} ({task.job.tokens} tokens) failed for good: {reason}", flush=True)
+
+    def _settle(self, job: Job) -> None:
+        self.unsettled -= 1
+        self.heldout_left -= job.heldout
 
     # ---- dumps
 
@@ -384,7 +394,7 @@ class Extraction:
         remove_dump(self.folder, rid)
         with self.changed:
             self._forget(rid)
-            self.unsettled -= 1
+            self._settle(task.job)
             self.outcome.extracted += 1
             self.outcome.tokens += task.job.tokens
             self.progress.update(1, task.job.tokens, task.nbytes, task.answered - task.sent)

@@ -178,10 +178,19 @@ class StoreWriter:
         shard = self._open.pop(heldout, None)
         return shard if shard is not None and shard.pending == 0 else None
 
-    def roll(self) -> None:
-        """End the current shards now."""
+    def roll(self, only_old: bool = False) -> None:
+        """End the current shards now; with only_old those that have reached shard_seconds."""
         with self._lock:
-            shards = [self._take_open(heldout) for heldout in (True, False)]
+            old = [heldout for heldout, shard in self._open.items() if not only_old or 0 < self.shard_seconds < time.monotonic() - shard.begun]
+        self._roll(old)
+
+    def roll_heldout(self) -> None:
+        """End the shard of held-out samples now."""
+        self._roll([True])
+
+    def _roll(self, kinds: list[bool]) -> None:
+        with self._lock:
+            shards = [self._take_open(heldout) for heldout in kinds]
         for shard in shards:
             if shard is not None:
                 self._finish(shard)
