@@ -295,3 +295,25 @@ def test_supervised_predictions_need_two_supervised_tokens_in_a_row() -> None:
     mask = np.array([0, 1, 0, 1, 1, 1, 0, 0, 1], np.uint8)
     assert supervised_predictions(mask) == sum(bool(mask[t + 1] and mask[t + 2]) for t in range(len(mask) - 2)) == 2
     assert supervised_predictions(np.array([1, 1], np.uint8)) == 0
+
+
+@pytest.mark.parametrize("case, text, content, reasoning, calls", [
+    ("qwen3", "<think>\nhm\n</think>\n\nFour.<|im_end|>", "Four.", "hm", False),
+    ("qwen3", "<think>\n\n</think>\n\nFour.<|im_end|>", "Four.", "", False),
+    ("qwen3", 'I look.\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call><|im_end|>', 'I look.\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>', "", True),
+    ("deepseek_r1", "hm\n</think>\n\nFour.<｜end▁of▁sentence｜>", "Four.", "hm", False),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f<｜end▁of▁sentence｜>", None, "", True),
+    ("kimi_k25", "hm</think>Four.<|im_end|>", "Four.", "hm", False),
+    ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>f:0<|im_end|>", None, "", True),
+    ("gpt_oss", "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Four.<|return|>", "Four.", "hm", False),
+    ("gpt_oss", "<|channel|>analysis<|message|>hm<|end|><|start|>assistant to=functions.f<|channel|>commentary json<|message|>{}<|call|>", "", "hm", True),
+    ("gpt_oss", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>", "", "", True),
+    ("chatml", "Two to=three.<|im_end|>", "Two to=three.", "", False),
+])  # fmt: skip
+def test_an_answer_as_the_message_a_client_sends_back(
+    case: str, text: str, content: str | None, reasoning: str, calls: bool, tokenizers: Callable[[str], ChatTokenizer]
+) -> None:  # fmt: skip
+    tokenizer = tokenizers(case)
+    message = tokenizer.message_of(plain_encode(tokenizer, text))
+    assert message.get("reasoning_content", "") == reasoning and bool(message.get("tool_calls")) == calls
+    assert content is None or message["content"] == content

@@ -126,7 +126,7 @@ class ChatTokenizer(TargetTokenizer):
             channels = re.findall(r"<\|channel\|>(.*?)<\|message\|>(.*?)(?=<\|end\|>|<\|start\|>|<\|call\|>|<\|return\|>|$)", text, re.DOTALL)
             message["content"] = next((body for name, body in reversed(channels) if name.startswith("final")), "")
             thoughts = "\n".join(body for name, body in channels if name.startswith("analysis"))
-            calls = any("to=" in name for name, _ in channels)
+            calls = self.decode(answer[-1:]) == "<|call|>" or any(" to=" in name for name, _ in channels)
         else:
             closed = re.search(r"</think>|◁/think▷|</seed:think>", text)
             thoughts = OPENED_THINK.sub("", text[: closed.start()]).strip() if closed else ""
