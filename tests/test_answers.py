@@ -84,7 +84,7 @@ class Speaker:
             ids = self.tokenizer.encode(text)
         ids = [*ids, self.tokenizer.encode("<|im_end|>")[0]]
         if self.kind == "cut off" and rng.random() < 0.5:
-            ids = ids[:-1]
+            ids = ids[: rng.randrange(2, len(ids))]  # anywhere, also inside an emoji
             self.said.append((prompt, ids))
             return finished(ids, "length")
         self.said.append((prompt, ids))

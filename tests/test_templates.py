@@ -200,6 +200,8 @@ def test_rows_are_those_of_the_server(case: str, name: str, tokenizers: Callable
         return
     found = rows_of(recorded(tokenizer, chat))
     expected = expected_rows(case, tokenizer, name)
+    if name == "unicode" and case != "sentencepiece":  # which has these characters whole
+        assert any("\ufffd" in tokenizer.decode([token]) for token in found[0][0].tolist()), "characters are cut inside"
     assert [(ids.tolist(), mask.tolist()) for ids, mask in found] == expected
     for ids, mask in found:
         assert ids.dtype == np.int32 and mask.dtype == np.uint8
