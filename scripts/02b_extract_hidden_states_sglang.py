@@ -16,11 +16,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from aerie.config import Config, add_config_arguments, config_from_args
 from aerie.dumps import DumpError, check_dump, dump_path, read_dump, remove_dump, wait_dump
-from aerie.errors import EXIT_INTERRUPTED, UserError, run_main
+from aerie.errors import EXIT_FAILED, EXIT_INTERRUPTED, UserError, run_main
 from aerie.extract_plan import Job, Plan, choose, lengths_line, make_plan, state_bytes
 from aerie.extraction import Extraction, Outcome
 from aerie.generate_client import Client, RequestTimeout, ServerGone, error_text
 from aerie.identity import model_hash, read_model_config, text_config, tokenizer_hash
+from aerie.prove import prove_aux
 from aerie.report import write_report
 from aerie.rid import new_rid
 from aerie.servers import Server, dump_dir, url_of
@@ -35,6 +36,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=0, metavar="N", help="extract at most N of the samples that are left")
     parser.add_argument("--start-from", type=int, default=0, metavar="N", help="leave out the first N training samples of the data file")
     parser.add_argument("--only-failed", action="store_true", help="ask only for samples listed in failed.jsonl")
+    parser.add_argument("--prove-aux", type=int, default=0, metavar="N", help="compare N prompts' auxiliary states with SGLang's own answer (starts a second server after the first), and stop")
     parser.add_argument("--dry-run", action="store_true", help="print samples, tokens, bytes and hours, and stop; needs no server")
     parser.add_argument("--rate", type=float, default=0.0, metavar="TOK_S", help="tokens a second, for the hours of --dry-run")
     return parser.parse_args()
@@ -148,9 +150,19 @@ def accounting(plan: Plan, done: int, failed: int, left_out: dict[str, int], rem
     return f"done {done:,} + failed {failed:,} + skipped {sum(skipped.values()):,}{reasons} = {plan.samples:,} samples"
 
 
+def prove(config: Config, count: int) -> int:
+    """--prove-aux: exit code 1 when the states are not SGLang's own."""
+    proof = prove_aux(config, count)
+    print(proof.line())
+    write_report(config.run.root / "prove_aux.json", config=config.as_dict(), **proof.as_dict())
+    return 0 if proof.passed else EXIT_FAILED
+
+
 def main() -> int:
     args = parse()
     config = config_from_args(args)
+    if args.prove_aux:
+        return prove(config, args.prove_aux)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     plan = make_plan(config.run.data, config.extract.all_final_rows)
     identity = known_identity(config, plan)
