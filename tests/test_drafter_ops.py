@@ -83,6 +83,34 @@ def test_soft_target_wide_cuda(v):
     check_soft_target(draft, target, top, None, renormalize=True)
 
 
+@gpu
+@pytest.mark.parametrize("v", [64, 8000, 32000])
+def test_soft_target_every_variant_cuda(v):
+    """The kernels that the size does not choose give the same answers."""
+    import bench
+    from op_library import call
+
+    n = 301 if v == 64 else 3
+    draft, target, top, lse = make(n, v, "cuda")
+    draft[0, 1::2] = -torch.inf
+    target[0, 1::2] = -torch.inf
+    draft[1] *= 1000  # not of usual size
+    want = naive.soft_target(draft, target, top, lse, None, None, False)
+    for number in range(len(bench.VARIANTS)):
+        loss, accept = (torch.full((n,), torch.nan, device="cuda") for _ in range(2))
+        match, in_vocab = (torch.empty(n, dtype=torch.bool, device="cuda") for _ in range(2))
+        grad = torch.full_like(draft, torch.nan)
+        arguments = (draft.data_ptr(), v, target.data_ptr(), v, lse.data_ptr(), top.data_ptr(), None, None, n, n, v, 0, loss.data_ptr(), match.data_ptr())
+        if number == 0 and v > 25000:  # one block alone has no room for it
+            with pytest.raises(RuntimeError, match="invalid argument"):
+                call("aerie_soft_target_ce", draft.device, *arguments, accept.data_ptr(), in_vocab.data_ptr(), grad.data_ptr(), v, number)
+            continue
+        call("aerie_soft_target_ce", draft.device, *arguments, accept.data_ptr(), in_vocab.data_ptr(), grad.data_ptr(), v, number)
+        same(loss, want["loss"], 2e-4, 2e-4), same(accept, want["accept"], 2e-4, 2e-4)
+        same(grad, want["grad"], 2**-8 + 2e-4, 1e-6)
+        assert match.tolist() == want["match"].tolist() and in_vocab.tolist() == want["in_vocab"].tolist()
+
+
 @pytest.mark.parametrize("device", BOTH)
 @pytest.mark.parametrize("n", [0, 1, 2, 700])
 def test_soft_target_row_counts(device, n):

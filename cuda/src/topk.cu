@@ -1,27 +1,24 @@
 // Op 3: the k largest of a row (k <= 32) with log-probabilities, mapped to target ids. One launch: a cluster of blocks shares a row.
 //
-// Every logit becomes a key that sorts like (value, lower column first) and is unique, so ties need no care. A thread keeps its largest key and its part of the
-// log-sum-exp. The k-th largest of a block's thread maxima is a floor under the block's k best: only the k threads above it look at their columns again, and hand
-// in at most k * (columns a thread) keys. Block 0 ranks the blocks' k best the same way.
+// A logit is ordered by its bits, and by its column where values tie (the lower one first). Each lane knows its largest; a warp takes
+// its k largest one after another, and only the lane that had the last one looks at its columns again. The block ranks its warps' k best, block 0 the blocks'.
+// The work is short, so what counts is latency and code size (each instruction is fetched once): loops are not unrolled more than needed.
 #include <cooperative_groups.h>
 
 #include "common.cuh"
 
 namespace aerie {
 
-constexpr int MAX_K = 32, CLUSTER = 8;
+constexpr int MAX_K = 32, TOPK_THREADS = 256, TOPK_WARPS = TOPK_THREADS / 32;
 
-__device__ __forceinline__ uint64_t key_of(float value, int column) {
-    uint32_t bits = __float_as_uint(value + 0.f);  // -0 and 0 tie
-    if (value != value) bits = 0x7FFFFFFFu;        // NaN sorts first, as in torch.topk
-    bits = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-    return (uint64_t)bits << 32 | (uint32_t)~column;
+__device__ __forceinline__ uint32_t order_of(float value) {  // never 0; -0 and 0 tie; NaN is above all, as in torch.topk
+    const uint32_t bits = __float_as_uint(value + 0.f);
+    return value != value ? ~0u : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-__device__ __forceinline__ float value_of(uint64_t key) {
-    const uint32_t bits = (uint32_t)(key >> 32);
-    return __uint_as_float(bits & 0x80000000u ? bits & 0x7FFFFFFFu : ~bits);
-}
+__device__ __forceinline__ float value_of(uint32_t order) { return __uint_as_float(order & 0x80000000u ? order & 0x7FFFFFFFu : ~order); }
+
+__device__ __forceinline__ uint64_t key_of(uint32_t order, int column) { return (uint64_t)order << 32 | (uint32_t)~column; }
 
 __device__ __forceinline__ float one(const float* p) { return *p; }
 
@@ -33,129 +30,120 @@ __device__ __forceinline__ void unpack(const uint4& x, const float*, float out[4
     out[0] = __uint_as_float(x.x), out[1] = __uint_as_float(x.y), out[2] = __uint_as_float(x.z), out[3] = __uint_as_float(x.w);
 }
 
-template <typename T, int THREADS, int VECTORS>
-__global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS) draft_topk(const T* logits, int64_t stride, const int64_t* d2t, int v, int k,
-                                                                                      float* log_probs, int64_t* ids) {
+template <typename T, int CLUSTER>
+__global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(TOPK_THREADS) draft_topk(const T* logits, int64_t stride, const int64_t* d2t, int v, int k,
+                                                                                           float* log_probs, int64_t* ids) {
     namespace cg = cooperative_groups;
-    constexpr int EACH = 16 / sizeof(T), PER_THREAD = VECTORS * EACH + 2;  // columns in 16 bytes, columns of a thread at most
-    __shared__ uint64_t maxima[THREADS], candidates[MAX_K * PER_THREAD], best[MAX_K], merged[CLUSTER * MAX_K];
-    __shared__ int64_t best_id[MAX_K];
-    __shared__ float part_max[THREADS / 32], part_sum[THREADS / 32], block_max, block_lse_sum;
-    __shared__ int count;
-    __shared__ uint64_t floor_key;
+    constexpr int EACH = 16 / sizeof(T);
+    static_assert(TOPK_WARPS * MAX_K == TOPK_THREADS, "a slot a thread");
+    __shared__ uint64_t candidates[TOPK_THREADS], best[MAX_K], merged[CLUSTER * MAX_K];
+    __shared__ float part_max[TOPK_WARPS], part_sum[TOPK_WARPS], block_max, block_sum;
     cg::cluster_group cluster = cg::this_cluster();
-    const int tid = threadIdx.x, rank = (int)cluster.block_rank(), where = rank * THREADS + tid;
+    const int tid = threadIdx.x, lane = tid % 32, rank = (int)cluster.block_rank(), where = rank * TOPK_THREADS + tid;
     const int64_t row_at = blockIdx.x / CLUSTER;
     const T* row = logits + row_at * stride;
     const int head = min(v, (int)((16 - (uintptr_t)row % 16) % 16 / sizeof(T))), vectors = (v - head) / EACH, tail = head + vectors * EACH;
     const uint4* body = reinterpret_cast<const uint4*>(row + head);
-    if (tid == 0) count = 0;
+    candidates[tid] = 0;
     if (tid < MAX_K) best[tid] = 0;
+    __syncwarp();
 
-    // a thread's columns: vectors `where`, `where` + all threads, ..., kept in registers; the few off 16 bytes go to the cluster's first threads
-    uint4 held[VECTORS];
-#pragma unroll
-    for (int u = 0; u < VECTORS; u++) {
-        const int i = where + u * THREADS * CLUSTER;
-        if (i < vectors) held[u] = __ldg(body + i);
-    }
+    // a thread's columns in ascending order: vectors `where`, `where` + all threads, ...; the few off 16 bytes go to the cluster's first threads
     auto each = [&](auto&& use) {
-#pragma unroll
-        for (int u = 0; u < VECTORS; u++) {
-            const int i = where + u * THREADS * CLUSTER;
-            if (i < vectors) {
-                float x[EACH];
-                unpack(held[u], row, x);
-#pragma unroll
-                for (int j = 0; j < EACH; j++) use(x[j], head + i * EACH + j);
-            }
-        }
         if (where < head) use(one(row + where), where);
+#pragma unroll 2
+        for (int i = where; i < vectors; i += TOPK_THREADS * CLUSTER) {
+            float x[EACH];
+            unpack(__ldg(body + i), row, x);
+#pragma unroll
+            for (int j = 0; j < EACH; j++) use(x[j], head + i * EACH + j);
+        }
         if (where < v - tail) use(one(row + tail + where), tail + where);
     };
-    uint64_t mine = 0;
-    each([&](float value, int column) { mine = max(mine, key_of(value, column)); });
-    const float top = mine ? finite_shift(value_of(mine)) : -BIG;  // NaN as a key: the sum is NaN all the same
+    uint32_t order = 0;  // of my largest; 0: no columns
+    int column = INT32_MAX;
+    each([&](float value, int c) {
+        const uint32_t o = order_of(value);
+        if (o > order) order = o, column = c;
+    });
+    // the warp's part of the log-sum-exp, relative to its largest value
+    const uint32_t warp_best = __reduce_max_sync(~0u, order);
+    const float top = warp_best ? finite_shift(value_of(warp_best)) : -BIG;
     float sum = 0.f;
     each([&](float value, int) { sum += exp2_fast((value - top) * LOG2E); });
-    maxima[tid] = mine;
-    const float warp_top = warp_max(top);
-    sum = warp_sum(sum * exp2_fast((top - warp_top) * LOG2E));
-    if (tid % 32 == 0) part_max[tid / 32] = warp_top, part_sum[tid / 32] = sum;
+    sum = warp_sum(sum);
+    if (lane == 0) part_max[tid / 32] = top, part_sum[tid / 32] = sum;
+
+    // the k largest of the warp, one after another: the lane that had it looks for its next one
+    uint64_t mine = order ? key_of(order, column) : 0;
+    for (int i = 0; i < k; i++) {
+        const uint32_t largest = __reduce_max_sync(~0u, (uint32_t)(mine >> 32));
+        if (largest == 0) break;  // nothing left
+        const bool tied = (uint32_t)(mine >> 32) == largest;
+        const uint32_t lowest = __reduce_max_sync(~0u, tied ? (uint32_t)mine : 0u);  // ~column
+        if (tied && (uint32_t)mine == lowest) {
+            const uint64_t last = mine;
+            candidates[tid / 32 * MAX_K + i] = last;
+            mine = 0;
+            if (i + 1 < k)
+                each([&](float value, int c) {
+                    const uint64_t key = key_of(order_of(value), c);
+                    if (key < last && key > mine) mine = key;
+                });
+        }
+    }
     __syncthreads();
     if (tid < 32) {  // log-sum-exp of the block
-        const float m = tid < THREADS / 32 ? part_max[tid] : -BIG, s = tid < THREADS / 32 ? part_sum[tid] : 0.f;
+        const float m = tid < TOPK_WARPS ? part_max[tid] : -BIG, s = tid < TOPK_WARPS ? part_sum[tid] : 0.f;
         const float all = warp_max(m), total = warp_sum(s * exp2_fast((m - all) * LOG2E));
-        if (tid == 0) block_max = all, block_lse_sum = total;
+        if (tid == 0) block_max = all, block_sum = total;
     }
-    int ahead = 0;
-#pragma unroll 8
-    for (int i = 0; i < THREADS; i += 2) {
-        const ulonglong2 two = *reinterpret_cast<const ulonglong2*>(&maxima[i]);
-        ahead += (two.x > mine) + (two.y > mine);
-    }
-    if (mine && ahead < k)  // among the k best maxima; a thread without columns has key 0
-        each([&](float value, int column) {
-            const uint64_t key = key_of(value, column);
-            candidates[atomicAdd(&count, 1)] = key;
-        });
-    if (mine && ahead == k - 1) floor_key = mine;
-    const int with_columns = __syncthreads_count(mine != 0);
-    const uint64_t floor = with_columns >= k ? floor_key : 0;
-    const int total = count;
-    for (int i = tid; i < total; i += THREADS) {
-        const uint64_t key = candidates[i];
-        if (key < floor) continue;
+    if (const uint64_t key = candidates[tid]) {  // a slot a thread
         int before = 0;
-        for (int j = 0; j < total; j++) before += candidates[j] > key;
-        if (before < k) {
-            const int column = (int)~(uint32_t)key;
-            best[before] = key;
-            best_id[before] = column + (d2t ? d2t[column] : 0);
-        }
+        for (int w = 0; w < TOPK_WARPS; w++)
+#pragma unroll 4
+            for (int j = 0; j < k; j++) before += candidates[w * MAX_K + j] > key;
+        if (before < k) best[before] = key;
     }
     cluster.sync();
     if (rank == 0) {
         const int all = CLUSTER * k;
-        for (int i = tid; i < all; i += THREADS) merged[i] = cluster.map_shared_rank(best, i / k)[i % k];
-        __shared__ float lse;
-        if (tid < 32) {
-            const float m = tid < CLUSTER ? *cluster.map_shared_rank(&block_max, tid) : -BIG;
-            const float s = tid < CLUSTER ? *cluster.map_shared_rank(&block_lse_sum, tid) : 0.f;
-            const float top_of_all = warp_max(m), sum_of_all = warp_sum(s * exp2_fast((m - top_of_all) * LOG2E));
-            if (tid == 0) lse = top_of_all + logf(sum_of_all);
+        uint64_t key = 0;
+        int64_t id = 0;
+        if (tid < all) {
+            key = cluster.map_shared_rank(best, tid / k)[tid % k];
+            merged[tid] = key;
+            const int c = (int)~(uint32_t)key;
+            if (key) id = c + (d2t ? __ldg(d2t + c) : 0);  // asked for early: it arrives while the keys are ranked
         }
+        // every warp for itself, so that nobody waits
+        const float m = lane < CLUSTER ? *cluster.map_shared_rank(&block_max, lane) : -BIG;
+        const float s = lane < CLUSTER ? *cluster.map_shared_rank(&block_sum, lane) : 0.f;
+        const float top_of_all = warp_max(m), sum_of_all = warp_sum(s * exp2_fast((m - top_of_all) * LOG2E));
         __syncthreads();
-        for (int i = tid; i < all; i += THREADS) {
-            const uint64_t key = merged[i];
+        if (key) {
             int before = 0;
+#pragma unroll 4
             for (int j = 0; j < all; j++) before += merged[j] > key;
-            if (key && before < k) {
-                log_probs[row_at * k + before] = value_of(key) - lse;
-                ids[row_at * k + before] = cluster.map_shared_rank(best_id, i / k)[i % k];
+            if (before < k) {
+                log_probs[row_at * k + before] = value_of((uint32_t)(key >> 32)) - (top_of_all + logf(sum_of_all));
+                ids[row_at * k + before] = id;
             }
         }
     }
     cluster.sync();  // a block's shared memory must outlive its readers
 }
 
-template <typename T>
+template <typename T, int CLUSTER>
 int launch_topk(const void* logits, int64_t stride, const int64_t* d2t, int64_t n, int64_t v, int k, float* log_probs, int64_t* ids, cudaStream_t stream) {
-    const T* in = static_cast<const T*>(logits);
-    const unsigned blocks = (unsigned)n * CLUSTER;
-    constexpr int64_t EACH = 16 / sizeof(T);
-    if (v <= CLUSTER * 128 * 2 * EACH) draft_topk<T, 128, 2><<<blocks, 128, 0, stream>>>(in, stride, d2t, (int)v, k, log_probs, ids);
-    else if (v <= CLUSTER * 256 * 4 * EACH) draft_topk<T, 256, 4><<<blocks, 256, 0, stream>>>(in, stride, d2t, (int)v, k, log_probs, ids);
-    else if (v <= CLUSTER * 1024 * 6 * EACH) draft_topk<T, 1024, 6><<<blocks, 1024, 0, stream>>>(in, stride, d2t, (int)v, k, log_probs, ids);
-    else return cudaErrorInvalidValue;
+    draft_topk<T, CLUSTER><<<(unsigned)n * CLUSTER, TOPK_THREADS, 0, stream>>>(static_cast<const T*>(logits), stride, d2t, (int)v, k, log_probs, ids);
     return cudaGetLastError();
 }
 
 int prepare_topk() {
     cudaFuncAttributes info;
-    const void* kernels[] = {(const void*)draft_topk<__nv_bfloat16, 128, 2>, (const void*)draft_topk<__nv_bfloat16, 256, 4>,
-                             (const void*)draft_topk<__nv_bfloat16, 1024, 6>, (const void*)draft_topk<float, 128, 2>,
-                             (const void*)draft_topk<float, 256, 4>, (const void*)draft_topk<float, 1024, 6>};
+    const void* kernels[] = {(const void*)draft_topk<__nv_bfloat16, 8>, (const void*)draft_topk<__nv_bfloat16, 4>, (const void*)draft_topk<float, 8>,
+                             (const void*)draft_topk<float, 4>};
     for (const void* kernel : kernels)
         if (const cudaError_t code = cudaFuncGetAttributes(&info, kernel)) return code;
     return 0;
@@ -167,7 +155,11 @@ extern "C" int aerie_draft_topk(const void* logits, int float32, int64_t stride,
                                 cudaStream_t stream) {
     using namespace aerie;
     if (n == 0) return 0;
-    if (n > INT32_MAX / CLUSTER || k < 1 || k > MAX_K || k > v) return cudaErrorInvalidValue;
-    return float32 ? launch_topk<float>(logits, stride, d2t, n, v, k, log_probs, ids, stream)
-                   : launch_topk<__nv_bfloat16>(logits, stride, d2t, n, v, k, log_probs, ids, stream);
+    if (n > INT32_MAX / 8 || v > INT32_MAX - 8192 || k < 1 || k > MAX_K || k > v) return cudaErrorInvalidValue;
+    // few rows: more blocks a row
+    if (n <= 16 || v > 65536)
+        return float32 ? launch_topk<float, 8>(logits, stride, d2t, n, v, k, log_probs, ids, stream)
+                       : launch_topk<__nv_bfloat16, 8>(logits, stride, d2t, n, v, k, log_probs, ids, stream);
+    return float32 ? launch_topk<float, 4>(logits, stride, d2t, n, v, k, log_probs, ids, stream)
+                   : launch_topk<__nv_bfloat16, 4>(logits, stride, d2t, n, v, k, log_probs, ids, stream);
 }
