@@ -239,8 +239,9 @@ def main() -> int:
     torch.manual_seed(0)
     rows, peers = [8192] if args.quick else [4096, 8192, 16384, 32768], not args.no_peers
     bench = Bench(args.repeats)
-    parts: list[tuple[str, Callable[[], None]]] = [
+    parts: list[tuple[str, Callable[[], Any]]] = [
         ("soft_target", lambda: soft_target(bench, rows, vd, peers, args.variants)),
+        ("soft_target, other widths", lambda: [soft_target(bench, [n], v, False, False) for n, v in ((32768, 8192), (2048, 163840))]),
         ("online", lambda: online(bench, rows, 16384, peers)),
         ("drafter_input", lambda: [drafter_input(bench, rows, hidden, 163840, peers) for hidden in (4096, 7168)]),
         ("fp8", lambda: [fp8_rows(bench, rows, hidden, peers) for hidden in (4096, 7168)]),

@@ -316,7 +316,7 @@ def _draft_topk(logits, d2t, k):
     ids = torch.empty(count, k, dtype=torch.int64, device=logits.device)
     call(
         "aerie_draft_topk", logits.device, logits.data_ptr(), logits.dtype == torch.float32, logits.stride(0), pointer(d2t), count, columns, k,
-        log_probs.data_ptr(), ids.data_ptr(),
+        log_probs.data_ptr(), ids.data_ptr(), False, None, None, 0,
     )  # fmt: skip
     return log_probs, ids
 

@@ -8,7 +8,7 @@ mkdir -p "$out"; cd "$root" || exit 2
 arch=$("$PY" -c 'import torch; print("%d%d" % torch.cuda.get_device_capability())') || exit 2
 part() { local name=$1 start=$SECONDS rc; shift; "$@" > "$out/$name.txt" 2>&1; rc=$?; summary+="$name: exit $rc, $((SECONDS - start)) s\n"; return $rc; }
 summary=""
-tests=(tests/test_drafter_ops.py tests/test_drafter_tree.py)
+tests=(tests/test_drafter_ops.py tests/test_drafter_tree.py tests/test_drafter_ops_hook.py)
 pytest=("$PY" -m pytest -q -p no:cacheprovider --noconftest --maxfail=8 --durations=5)
 part build make -s -j"$(nproc)" -C cuda ARCHS="$arch" || tail -20 "$out/build.txt"
 part tests timeout "${TESTS_S:-150}" "${pytest[@]}" "${tests[@]}" -k cuda; grep -E '^(FAILED|ERROR|E  )|passed|failed' "$out/tests.txt" | cut -c1-220 | head -40

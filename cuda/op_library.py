@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 PATH = Path(__file__).resolve().parent / "build" / "libaerie_drafter.so"
-ABI = 2  # AERIE_ABI of src/aerie_drafter.h
+ABI = 3  # AERIE_ABI of src/aerie_drafter.h
 
 P, I, L, F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 SIGNATURES: dict[str, list] = {
@@ -23,7 +23,8 @@ SIGNATURES: dict[str, list] = {
     "aerie_drafter_input": [P, I, P, L, L, P, L, P, P, I, L, L, F, P],
     # grad, stride, ids, 64 bit, table, stride, V, state, stride, two weights, float32, N, H, eps, d rows or null, d state, two d weights, sums [blocks, 2, H], blocks
     "aerie_drafter_input_backward": [P, L, P, I, P, L, L, P, L, P, P, I, L, L, F, P, P, P, P, P, I],
-    "aerie_draft_topk": [P, I, L, P, L, L, I, P, P],  # logits, float32, stride, d2t, N, V, k, log-probabilities, ids
+    # logits, float32, stride, d2t, N, V, k, log-probabilities, ids, probabilities instead, positions or null, tokens or null, their stride
+    "aerie_draft_topk": [P, I, L, P, L, L, I, P, P, I, P, P, L],
     # parent list, stride, columns, selected, stride, lengths, 64 bit, mask, cells, positions, index, next token, next sibling, N, topk, depth, nodes, full
     "aerie_build_tree": [P, L, L, P, L, P, I, P, L, P, P, P, P, L, I, I, I, I],
     # predicts, cells, accept index, accept count, candidates, index, next token, next sibling, target, N, nodes, width

@@ -4,7 +4,7 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
-#define AERIE_ABI 2
+#define AERIE_ABI 3
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -27,8 +27,9 @@ int aerie_drafter_input_backward(const void* grad, int64_t grad_stride, const vo
                                  int64_t h, float eps, void* d_rows, void* d_state, void* d_embed_weight, void* d_state_weight, float* sums,
                                  int blocks, cudaStream_t stream);
 int aerie_backward_blocks(int64_t h);  // blocks a side that fill the current device: sums holds [blocks, 2, h]
-// 3. logits bf16 or (float32) float
-int aerie_draft_topk(const void* logits, int float32, int64_t stride, const int64_t* d2t, int64_t n, int64_t v, int k, float* log_probs, int64_t* ids, cudaStream_t stream);
+// 3. logits bf16 or (float32) float. For a served drafter: probabilities instead of logarithms; positions [n] += 1 and the best id into tokens, or null
+int aerie_draft_topk(const void* logits, int float32, int64_t stride, const int64_t* d2t, int64_t n, int64_t v, int k, float* log_probs, int64_t* ids,
+                     int probabilities, int64_t* positions, int64_t* tokens, int64_t tokens_stride, cudaStream_t stream);
 // 4. parent_list [n, parent_count], selected [n, nodes - 1], lengths [n] int32 or int64; mask flat, of mask_size cells, its prefix part left alone
 int aerie_build_tree(const int64_t* parent_list, int64_t parent_stride, int64_t parent_count, const int64_t* selected, int64_t selected_stride,
                      const void* lengths, int lengths64, bool* mask, int64_t mask_size, int64_t* positions, int64_t* index, int64_t* next_token,

@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(THREADS) dequantize_rows(const uint8_t* q, int
 int prepare_fp8() {
     cudaFuncAttributes info;
     const void* kernels[] = {(const void*)quantize_rows<32, 4>, (const void*)quantize_rows<128, 4>, (const void*)quantize_rows<128, 7>,
-                             (const void*)quantize_rows<256, 8>, (const void*)dequantize_rows<128, 4>};
+                             (const void*)quantize_rows<256, 8>, (const void*)dequantize_rows<128, 4>, (const void*)dequantize_rows<128, 7>};
     for (const void* kernel : kernels)
         if (const cudaError_t code = cudaFuncGetAttributes(&info, kernel)) return code;
     return 0;
@@ -116,6 +116,7 @@ extern "C" int aerie_dequantize_rows_fp8(const void* q, int64_t stride, const fl
     if (n == 0 || h == 0) return 0;
     if (n > INT32_MAX || h > INT32_MAX / 2) return cudaErrorInvalidValue;
     const bool vector = h % 8 == 0 && reinterpret_cast<uintptr_t>(q) % 8 == 0 && stride % 8 == 0 && reinterpret_cast<uintptr_t>(out) % 16 == 0;
-    aerie::dequantize_rows<128, 4><<<(unsigned)n, 128, 0, stream>>>((const uint8_t*)q, stride, scale, (int)h, (__nv_bfloat16*)out, vector);
+    const auto kernel = h <= 4096 ? aerie::dequantize_rows<128, 4> : aerie::dequantize_rows<128, 7>;
+    kernel<<<(unsigned)n, 128, 0, stream>>>((const uint8_t*)q, stride, scale, (int)h, (__nv_bfloat16*)out, vector);
     return cudaGetLastError();
 }

@@ -30,9 +30,17 @@ __device__ __forceinline__ void unpack(const uint4& x, const float*, float out[4
     out[0] = __uint_as_float(x.x), out[1] = __uint_as_float(x.y), out[2] = __uint_as_float(x.z), out[3] = __uint_as_float(x.w);
 }
 
+// What a served drafter wants beside: probabilities instead of their logarithms, its positions moved on, the best token in its list of drafted tokens.
+struct TopkExtras {
+    bool probabilities;
+    int64_t* positions;  // [n], null: not wanted; each becomes one more
+    int64_t* tokens;     // [n] at this stride, null: not wanted
+    int64_t tokens_stride;
+};
+
 template <typename T, int CLUSTER>
 __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(TOPK_THREADS) draft_topk(const T* logits, int64_t stride, const int64_t* d2t, int v, int k,
-                                                                                           float* log_probs, int64_t* ids) {
+                                                                                           float* log_probs, int64_t* ids, TopkExtras extras) {
     namespace cg = cooperative_groups;
     constexpr int EACH = 16 / sizeof(T);
     static_assert(TOPK_WARPS * MAX_K == TOPK_THREADS, "a slot a thread");
@@ -126,8 +134,11 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(TOPK_THREADS) 
 #pragma unroll 4
             for (int j = 0; j < all; j++) before += merged[j] > key;
             if (before < k) {
-                log_probs[row_at * k + before] = value_of((uint32_t)(key >> 32)) - (top_of_all + logf(sum_of_all));
+                const float log_prob = value_of((uint32_t)(key >> 32)) - (top_of_all + logf(sum_of_all));
+                log_probs[row_at * k + before] = extras.probabilities ? expf(log_prob) : log_prob;
                 ids[row_at * k + before] = id;
+                if (before == 0 && extras.tokens) extras.tokens[row_at * extras.tokens_stride] = id;
+                if (before == 0 && extras.positions) extras.positions[row_at]++;
             }
         }
     }
@@ -135,8 +146,9 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(TOPK_THREADS) 
 }
 
 template <typename T, int CLUSTER>
-int launch_topk(const void* logits, int64_t stride, const int64_t* d2t, int64_t n, int64_t v, int k, float* log_probs, int64_t* ids, cudaStream_t stream) {
-    draft_topk<T, CLUSTER><<<(unsigned)n * CLUSTER, TOPK_THREADS, 0, stream>>>(static_cast<const T*>(logits), stride, d2t, (int)v, k, log_probs, ids);
+int launch_topk(const void* logits, int64_t stride, const int64_t* d2t, int64_t n, int64_t v, int k, float* log_probs, int64_t* ids, TopkExtras extras,
+                cudaStream_t stream) {
+    draft_topk<T, CLUSTER><<<(unsigned)n * CLUSTER, TOPK_THREADS, 0, stream>>>(static_cast<const T*>(logits), stride, d2t, (int)v, k, log_probs, ids, extras);
     return cudaGetLastError();
 }
 
@@ -152,14 +164,15 @@ int prepare_topk() {
 }  // namespace aerie
 
 extern "C" int aerie_draft_topk(const void* logits, int float32, int64_t stride, const int64_t* d2t, int64_t n, int64_t v, int k, float* log_probs, int64_t* ids,
-                                cudaStream_t stream) {
+                                int probabilities, int64_t* positions, int64_t* tokens, int64_t tokens_stride, cudaStream_t stream) {
     using namespace aerie;
+    const TopkExtras extras{probabilities != 0, positions, tokens, tokens_stride};
     if (n == 0) return 0;
     if (n > INT32_MAX / 8 || v > INT32_MAX - 8192 || k < 1 || k > MAX_K || k > v) return cudaErrorInvalidValue;
     // few rows: more blocks a row
     if (n <= 16 || v > 65536)
-        return float32 ? launch_topk<float, 8>(logits, stride, d2t, n, v, k, log_probs, ids, stream)
-                       : launch_topk<__nv_bfloat16, 8>(logits, stride, d2t, n, v, k, log_probs, ids, stream);
-    return float32 ? launch_topk<float, 4>(logits, stride, d2t, n, v, k, log_probs, ids, stream)
-                   : launch_topk<__nv_bfloat16, 4>(logits, stride, d2t, n, v, k, log_probs, ids, stream);
+        return float32 ? launch_topk<float, 8>(logits, stride, d2t, n, v, k, log_probs, ids, extras, stream)
+                       : launch_topk<__nv_bfloat16, 8>(logits, stride, d2t, n, v, k, log_probs, ids, extras, stream);
+    return float32 ? launch_topk<float, 4>(logits, stride, d2t, n, v, k, log_probs, ids, extras, stream)
+                   : launch_topk<__nv_bfloat16, 4>(logits, stride, d2t, n, v, k, log_probs, ids, extras, stream);
 }

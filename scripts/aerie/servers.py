@@ -26,6 +26,7 @@ CAPTURE_OFF = {"SGLANG_HS_DUMP_DIR": ""}  # an extraction server with capture of
 PORT_KEYS = {"extraction": "server.port", "serving": "serve.port", "baseline": "bench.baseline_port", "oracle": "bench.baseline_port"}
 
 CPU_PLATFORM = ROOT / "patches" / "cpu_platform"
+DRAFTER_OPS = ROOT / "patches" / "drafter_ops"
 
 # What keeps a CPU server small: with SGLang's defaults a 135 M model takes 19 GB. A config's cpu_args override these.
 CPU_ARGS: dict[str, Any] = {
@@ -123,6 +124,8 @@ def server_env(config: Config, mode: str) -> dict[str, str]:
         env["SGLANG_HS_DUMP_DIR"] = str(dump_dir(config))
         env["SGLANG_HS_DUMP_LAYER_IDS"] = ",".join(map(str, config.target.aux_layer_ids))
         env["SGLANG_HS_DUMP_DTYPE"] = config.extract.dtype
+    if mode == "serving" and config.serve.drafter_ops:
+        env |= drafter_ops_env(env)
     if not has_gpu():
         env.setdefault("AERIE_CPU_PLATFORM", "1")
         # OpenMP threads that spin while they wait starve everything else on a small machine: 2 to 10 tok/s instead of 47 beside other work, measured.
@@ -131,6 +134,17 @@ def server_env(config: Config, mode: str) -> dict[str, str]:
         env["AERIE_ROOT"] = str(ROOT)  # this checkout's plugin and references, also where several checkouts share a venv
         env["PYTHONPATH"] = os.pathsep.join([str(CPU_PLATFORM), *filter(None, [env.get("PYTHONPATH", os.environ.get("PYTHONPATH"))])])
     return env
+
+
+def drafter_ops_env(env: dict[str, str]) -> dict[str, str]:
+    """Switches on the SGLang plugin that calls the drafter ops of cuda/ (serve.drafter_ops). Raises UserError where they cannot run."""
+    library = ROOT / "cuda" / "build" / "libaerie_drafter.so"
+    if not has_gpu():
+        raise UserError("serve.drafter_ops = true needs an NVIDIA GPU and none is here; set serve.drafter_ops = false")
+    if not library.is_file():
+        raise UserError(f"serve.drafter_ops = true, but {library} is missing; build it with `make cuda`, or set serve.drafter_ops = false")
+    path = os.pathsep.join([str(DRAFTER_OPS), *filter(None, [env.get("PYTHONPATH", os.environ.get("PYTHONPATH"))])])
+    return {"AERIE_SERVE_DRAFTER_OPS": "1", "AERIE_ROOT": str(ROOT), "PYTHONPATH": path}
 
 
 def command_line(config: Config, mode: str) -> list[str]:

@@ -1,0 +1,138 @@
+"""The SGLang plugin of serve.drafter_ops: found and off by default, fits the installed SGLang, answers as the ops it calls."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+PLUGIN = ROOT / "patches" / "drafter_ops"
+sys.path[:0] = [str(PLUGIN), str(ROOT / "cuda"), str(ROOT / "scripts")]
+
+import drafter_ops_hook as hook  # noqa: E402
+
+needs_sglang = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="no SGLang here")
+
+
+def run_python(code: str, **env: str) -> subprocess.CompletedProcess:
+    """A fresh interpreter that finds the plugin as the server does."""
+    path = os.pathsep.join([str(PLUGIN), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path, **env}, capture_output=True, text=True, timeout=120)
+
+
+def test_entry_point_is_found_and_off_by_default():
+    code = (
+        "from importlib.metadata import entry_points\n"
+        "(ep,) = [e for e in entry_points(group='sglang.srt.plugins') if e.name == 'aerie_drafter_ops']\n"
+        "ep.load()()\n"
+        "import sys; assert not any(m.startswith('sglang') for m in sys.modules)\n"
+    )
+    done = run_python(code, AERIE_SERVE_DRAFTER_OPS="")
+    assert done.returncode == 0, done.stderr
+
+
+@needs_sglang
+@pytest.mark.slow  # imports SGLang's worker: a minute on a small machine
+def test_targets_are_those_of_the_installed_sglang():
+    code = """
+import inspect, json
+from sglang.srt.speculative import eagle_utils, eagle_worker_v2
+import drafter_ops_hook as hook
+names = {"eagle_worker_v2": eagle_worker_v2, "eagle_utils": eagle_utils}
+before = {n: {a: inspect.signature(getattr(m, a)) for a in hook.TARGETS[n] if hasattr(m, a)} for n, m in names.items()}
+print(sorted(hook.patch(names)))
+for n, m in names.items():
+    for a, signature in before[n].items():
+        old, new = list(signature.parameters.values()), list(inspect.signature(getattr(m, a)).parameters.values())
+        assert len(old) == len(new) and [p.default for p in old] == [p.default for p in new], (a, old, new)
+        if a != "build_tree_kernel_efficient_func":
+            assert [p.name for p in old] == [p.name for p in new], (a, old, new)
+"""
+    done = run_python(code, AERIE_CPU_PLATFORM="1", PYTHONPATH=os.pathsep.join([str(PLUGIN), str(ROOT / "patches" / "cpu_platform")]))
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "'draft_topk1_postprocess', 'fast_topk', 'renorm_draft_probs', 'verify_tree_greedy_func'" in done.stdout
+
+
+def test_another_sglang_is_refused():
+    worker = types.SimpleNamespace(draft_topk1_postprocess=print, renorm_draft_probs=print, fast_topk=print)
+    utils = types.SimpleNamespace(verify_tree_greedy_func=print, build_tree_kernel_efficient_func=print)
+    assert len(hook.patch({"eagle_worker_v2": worker, "eagle_utils": utils})) == 5
+    del utils.build_tree_kernel_efficient_func
+    with pytest.raises(SystemExit, match="builds its trees elsewhere"):
+        hook.patch({"eagle_worker_v2": worker, "eagle_utils": utils})
+    del worker.fast_topk
+    with pytest.raises(SystemExit, match="no eagle_worker_v2.fast_topk"):
+        hook.patch({"eagle_worker_v2": worker, "eagle_utils": utils})
+
+
+def test_what_the_kernels_do_not_take_goes_to_sglang():
+    """On CPU tensors every replacement hands over to the original, with the same arguments."""
+    seen = []
+    original = lambda *args: seen.append(args) or "sglang"  # noqa: E731
+    logits, ints = torch.randn(2, 8), torch.zeros(2, 3, dtype=torch.int64)
+    assert hook.make_topk1(original)(logits, ints[:, 0].contiguous()) == "sglang"
+    assert hook.make_renorm(original)(logits, None, False) == "sglang"
+    assert hook.make_fast_topk(original)(logits, 2, -1) == "sglang"
+    assert hook.make_build_tree(original)(*[ints] * 2, ints[:, 0].contiguous(), torch.ones(4, dtype=torch.bool), *[ints] * 4, 1, 2, 3, 0) == "sglang"
+    assert hook.make_verify(original)(*[ints.int()] * 3, *[ints] * 5) == "sglang"
+    assert len(seen) == 5
+
+
+def test_the_server_gets_it_only_when_asked_for(monkeypatch, tmp_path):
+    from aerie import servers
+    from aerie.config import load_config
+    from aerie.errors import UserError
+
+    config = load_config(str(ROOT / "configs" / "smollm2-135m.toml"), "", [])
+    assert "AERIE_SERVE_DRAFTER_OPS" not in servers.server_env(config, "serving")
+    on = load_config(str(ROOT / "configs" / "smollm2-135m.toml"), "", ["serve.drafter_ops=true"])
+    monkeypatch.setattr(servers, "has_gpu", lambda: False)
+    with pytest.raises(UserError, match="serve.drafter_ops = true needs an NVIDIA GPU"):
+        servers.server_env(on, "serving")
+    monkeypatch.setattr(servers, "has_gpu", lambda: True)
+    monkeypatch.setattr(servers, "ROOT", tmp_path)
+    with pytest.raises(UserError, match="is missing; build it with `make cuda`"):
+        servers.server_env(on, "serving")
+    library = tmp_path / "cuda" / "build" / "libaerie_drafter.so"
+    library.parent.mkdir(parents=True), library.touch()
+    env = servers.server_env(on, "serving")
+    assert env["AERIE_SERVE_DRAFTER_OPS"] == "1" and env["PYTHONPATH"].startswith(str(PLUGIN))
+    assert "AERIE_SERVE_DRAFTER_OPS" not in servers.server_env(on, "baseline") | servers.server_env(on, "extraction")
+
+
+@pytest.mark.gpu
+def test_replacements_cuda():
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU here")
+    import reference_tree
+
+    refuse = lambda *_: pytest.fail("handed over to SGLang")  # noqa: E731
+    logits = torch.randn(5, 32000, device="cuda") * 3
+    positions, tokens = torch.arange(5, device="cuda"), torch.zeros(5, 4, dtype=torch.int64, device="cuda")
+    _, ids = hook.make_topk1(refuse)(logits, positions, tokens, 2)
+    assert torch.equal(ids.squeeze(1), logits.argmax(1)) and torch.equal(tokens[:, 2], logits.argmax(1)) and not tokens[:, [0, 1, 3]].any()
+    assert positions.tolist() == [1, 2, 3, 4, 5]
+    probabilities, ids = hook.make_fast_topk(refuse)(hook.make_renorm(refuse)(logits, None, False), 8, -1)
+    want = torch.topk(logits.double().softmax(-1), 8)
+    assert torch.equal(ids, want.indices)
+    torch.testing.assert_close(probabilities.double(), want.values, rtol=1e-5, atol=1e-9)
+    parents, chosen = torch.tensor([[-1, 0, 1, 2, 3]] * 2, device="cuda"), torch.tensor([[0, 1, 2, 3, 6], [0, 1, 2, 4, 7]], device="cuda")
+    lengths = torch.tensor([7, 3], device="cuda")
+    want_tree = reference_tree.build_tree(parents.cpu(), chosen.cpu(), lengths.cpu(), 2, 3)
+    mask, positions = torch.ones(want_tree.mask.numel(), dtype=torch.bool, device="cuda"), torch.empty(12, dtype=torch.int64, device="cuda")
+    links = torch.full((3, 2, 6), -1, dtype=torch.int64, device="cuda")
+    hook.make_build_tree(refuse)(parents, chosen, lengths, mask, positions, *links, 2, 3, 6, 0)
+    for got, expected in zip((mask, positions, *links), want_tree, strict=True):
+        assert torch.equal(got.cpu(), expected)
+    candidates, target = (torch.randint(0, 2, (2, 6), device="cuda") for _ in range(2))
+    outputs = torch.zeros(12, dtype=torch.int32, device="cuda"), torch.full((2, 4), -1, dtype=torch.int32, device="cuda"), torch.empty(2, dtype=torch.int32, device="cuda")
+    got = hook.make_verify(refuse)(*outputs, candidates, *links, target)
+    for value, expected in zip(got, reference_tree.verify_tree_greedy(candidates.cpu(), *want_tree[2:], target.cpu(), 4), strict=True):
+        assert torch.equal(value.cpu(), expected)
