@@ -6,6 +6,12 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.interface import PlatformCapabilities, PlatformEnum, SRTPlatform
 
 
+def _create_attention_backend(runner):
+    from .attention import CpuAttnBackend  # late: it imports what imports the platform
+
+    return CpuAttnBackend(runner)
+
+
 class AerieCpuPlatform(CpuDeviceMixin, SRTPlatform):
     """Any x86 CPU: native PyTorch operators, no graphs, no Triton. SGLang's own CPU engine wants AMX kernels instead."""
 
@@ -32,9 +38,28 @@ class AerieCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_dispatch_key_name(self) -> str:
         return "native"
 
+    def get_kv_pool_cls(self, *, kind: str) -> type | None:
+        if kind != "mha":
+            return None
+        from .kv_pool import CpuMHATokenToKVPool
+
+        return CpuMHATokenToKVPool
+
+    def get_speculative_cache_locs_fn(self):
+        from .speculation import gather_cache_locs
+
+        return gather_cache_locs
+
     def init_backend(self) -> None:
         """Runs once in each process that computes, before the first model runner is built."""
+        from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
         from sglang.srt.models.deepseek_common import attention_backend_handler as handler
+
+        from .speculation import install_draft_backends, install_kernels
+
+        ATTENTION_BACKENDS["torch_native"] = _create_attention_backend
+        install_kernels()
+        install_draft_backends()
 
         # Without this, MLA prefill takes the MHA path of the triton handler and reads the latent cache as if it were full keys.
         handler.AttentionBackendRegistry.register("torch_native", handler._dispatch_mla_subtype)
