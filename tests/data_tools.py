@@ -44,9 +44,14 @@ FAMILIES = {
                        "<think>", "</think>"], ["<|im_end|>"], "[EOS]"),
     "gpt_oss": Family("gpt_oss", ["<|startoftext|>", "<|endoftext|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>"],
                       [], ["<|return|>", "<|endoftext|>", "<|call|>"], "<|return|>"),
+    "glm46": Family("glm46", ["<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"],
+                    ["<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "/nothink"],
+                    ["<|endoftext|>", "<|user|>", "<|observation|>"], "<|endoftext|>"),
     "no_generation_prompt": Family("no_generation_prompt", ["<s>", "</s>"], [], ["</s>"], "</s>"),
 }  # fmt: skip
 FAMILIES["deepseek_r1"] = Family("deepseek_r1", *list(vars(FAMILIES["deepseek_v3"]).values())[1:])
+FAMILIES["deepseek_v31"] = Family("deepseek_v31", *list(vars(FAMILIES["deepseek_v3"]).values())[1:])
+FAMILIES["kimi_k2_thinking"] = Family("kimi_k2_thinking", *list(vars(FAMILIES["kimi_k2"]).values())[1:])
 FAMILIES["kimi_k25"] = Family("kimi_k25", *list(vars(FAMILIES["kimi_k2"]).values())[1:])
 
 

@@ -96,6 +96,31 @@ def kimi_thinking(message: dict[str, Any]) -> str:
     return message.get("reasoning_content", "") + "</think>" + kimi(message)
 
 
+def kimi_opens_itself(message: dict[str, Any]) -> str:
+    return "<think>" + kimi_thinking(message)
+
+
+def deepseek_v31(message: dict[str, Any]) -> str:
+    called = calls_text(message, lambda _, name, arguments: f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>")
+    return message["content"] + (f"<｜tool▁calls▁begin｜>{called}<｜tool▁calls▁end｜>" if called else "") + "<｜end▁of▁sentence｜>"
+
+
+def deepseek_v31_thinking(message: dict[str, Any], after_tool: bool) -> str:
+    return ("" if after_tool else message.get("reasoning_content", "") + "</think>") + deepseek_v31(message)
+
+
+def glm_body(message: dict[str, Any]) -> str:
+    arguments = "".join(
+        f"\n<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>" for call in message.get("tool_calls", []) for key, value in json.loads(call["function"]["arguments"]).items()
+    )  # fmt: skip
+    called = calls_text(message, lambda _, name, __: f"\n<tool_call>{name}{arguments}\n</tool_call>")
+    return ("\n" + message["content"] if message["content"] else "") + called + ("<|observation|>" if called else "<|user|>")
+
+
+def glm(message: dict[str, Any]) -> str:
+    return f"\n<think>{message.get('reasoning_content', '')}</think>" + glm_body(message)
+
+
 def harmony(message: dict[str, Any]) -> str:
     thought = f"<|channel|>analysis<|message|>{message['reasoning_content']}<|end|><|start|>assistant" if message.get("reasoning_content") else ""
     called = calls_text(message, lambda _, name, arguments: f" to=functions.{name}<|channel|>commentary json<|message|>{arguments}<|call|>")
@@ -116,6 +141,11 @@ CASES: dict[str, tuple[str, Callable, dict[str, Any], Callable, set[str]]] = {
     "deepseek_r1": ("deepseek_r1", make_fast, {}, deepseek_r1, SEVERAL_TURNS),
     "kimi_k2": ("kimi_k2", make_tiktoken, {}, kimi, set()),
     "kimi_k2 fast": ("kimi_k2", make_fast, {}, kimi, set()),
+    "kimi_k2_thinking": ("kimi_k2_thinking", make_tiktoken, {}, kimi_opens_itself, WITH_THOUGHTS),
+    "deepseek_v31": ("deepseek_v31", make_fast, {}, deepseek_v31, set()),
+    "deepseek_v31 thinking": ("deepseek_v31", make_fast, {"thinking": True}, deepseek_v31_thinking, SEVERAL_TURNS),
+    "glm46": ("glm46", make_fast, {}, glm, WITH_THOUGHTS),
+    "glm46 no thinking": ("glm46", make_fast, {"enable_thinking": False}, glm_body, {"reasoning with tools"}),
     "kimi_k25": ("kimi_k25", make_tiktoken, {}, kimi_thinking, WITH_THOUGHTS),
     "kimi_k25 no thinking": ("kimi_k25", make_tiktoken, {"thinking": False}, kimi, {"reasoning with tools"}),
     "gpt_oss": ("gpt_oss", make_fast, {}, harmony, SEVERAL_TURNS),
@@ -167,7 +197,7 @@ def expected_rows(case: str, tokenizer: ChatTokenizer, name: str) -> list[tuple[
     for index, message in enumerate(raw):
         if message["role"] != "assistant":
             continue
-        text = answer_text(message, raw[index - 1]["role"] == "tool") if answer_text is deepseek_r1 else answer_text(message)
+        text = answer_text(message, raw[index - 1]["role"] == "tool") if answer_text in (deepseek_r1, deepseek_v31_thinking) else answer_text(message)
         prompt = server_prompt(tokenizer, chat, index)
         answer = plain_encode(tokenizer, text)
         if case == "sentencepiece":

@@ -21,10 +21,15 @@ from .tokenizer import GUARD, TargetTokenizer
 
 MASK_RULE = "answer-and-end-of-turn/1"
 PROBE = "aerieprobeanswer"  # stands for an answer where only its place in the template matters
-OPEN_THINK = re.compile(r"(<think>|◁think▷|<seed:think>)(\s*)$")
-OPENED_THINK = re.compile(r"^\s*(<think>|◁think▷|<seed:think>)\s*")
+THINK = r"<think>|◁think▷|<seed:think>"
+END_THINK = r"</think>|◁/think▷|</seed:think>"
+OPENED_THINK = re.compile(rf"^\s*(?:{THINK})\s*")
+ENDED_THINK = re.compile(END_THINK)
+THINK_TAIL = re.compile(rf"(?:(?P<open>{THINK})(?P<space>\s*))?(?P<close>(?:{END_THINK})\s*)?$")  # a thinking block, or half of one, at a prompt's end
+EMPTY_THINK = re.compile(rf"^(\s*(?:{THINK})\n?)(\n?(?:{END_THINK}))")
 TOOL_CALL = re.compile(r"<tool_call|<\|tool_call|<｜tool▁call|<\|python_tag\|>|\[TOOL_CALLS\]|<minimax:tool_call|<seed:tool_call")
-THINK_BLOCK = re.compile(r"^\s*(?:<think>|◁think▷|<seed:think>)?(.*?)(?:</think>|◁/think▷|</seed:think>)", re.DOTALL)
+INLINE_THINK = re.compile(rf"^\s*(?:{THINK})?(.*?)(?:{END_THINK})", re.DOTALL)
+UNKNOWN_BEGINNING = "the template begins a finished turn otherwise than its generation prompt does, in a way that is not known here"
 
 
 class Turn(NamedTuple):
@@ -107,15 +112,28 @@ class ChatTokenizer(TargetTokenizer):
         """The recorded assistant turn at `index` as the server would have processed it. Raises BadRow."""
         prompt_text = self.render(chat, index, generation_prompt=True)
         whole_text = self.render(chat, index + 1, generation_prompt=False)
-        prompt = self._ids(prompt_text)
         if whole_text.startswith(prompt_text):
-            whole = self._ids(whole_text)
-            answer = whole[len(prompt) :] if whole[: len(prompt)] == prompt else self._ids(whole_text[len(prompt_text) :])
+            answer_text = _with_reasoning(chat.messages[index], prompt_text, whole_text[len(prompt_text) :])
         else:
-            answer = self._ids(self._answer_behind_other_prompt(chat, index, prompt_text, whole_text))
+            answer_text = self._answer_behind_other_prompt(chat, index, prompt_text, whole_text)
+        prompt, whole = self._ids(prompt_text), self._ids(prompt_text + answer_text)
+        answer = whole[len(prompt) :] if whole[: len(prompt)] == prompt else self._ids(answer_text)
         ends = [place for place, token in enumerate(answer) if token in self.end_ids]
+        if not ends and (end := self._end_in_next_turn(chat, index, whole_text)) is not None:
+            return Turn(prompt, [*answer, end])
         ends = ends or [place for place, token in enumerate(answer) if token in self.special_ids]
         return Turn(prompt, answer[: ends[-1] + 1] if ends else answer)
+
+    def _end_in_next_turn(self, chat: Chat, index: int, whole_text: str) -> int | None:
+        """The end-of-turn token of a template that writes none: the model ends with the token that begins the next turn (GLM's '<|user|>')."""
+        role = "tool" if chat.messages[index].get("tool_calls") else "user"
+        try:
+            follow = self.render(chat, index + 1, generation_prompt=False, last={"role": role, "content": PROBE, "tool_call_id": "call_0"})
+        except BadRow:
+            return None
+        start = _end_of_history(whole_text, follow[: max(follow.rfind(PROBE), 0)])
+        first = self._ids(follow[start:])[:1] if start is not None else []
+        return first[0] if first and first[0] in self.end_ids else None
 
     def message_of(self, answer: list[int]) -> dict[str, Any]:
         """An answer's tokens as the message that a client would send back: reasoning apart from content; `tool_calls` is true where it calls a tool."""
@@ -128,7 +146,7 @@ class ChatTokenizer(TargetTokenizer):
             thoughts = "\n".join(body for name, body in channels if name.startswith("analysis"))
             calls = self.decode(answer[-1:]) == "<|call|>" or any(" to=" in name for name, _ in channels)
         else:
-            closed = re.search(r"</think>|◁/think▷|</seed:think>", text)
+            closed = ENDED_THINK.search(text)
             thoughts = OPENED_THINK.sub("", text[: closed.start()]).strip() if closed else ""
             if closed:
                 message["content"] = text[closed.end() :].lstrip("\n")
@@ -143,35 +161,46 @@ class ChatTokenizer(TargetTokenizer):
     def _answer_behind_other_prompt(self, chat: Chat, index: int, prompt_text: str, whole_text: str) -> str:
         """The answer's text where the rendering of the finished turn does not go on from the prompt.
 
-        Either the template rewrites the history once the turn is finished (harmony drops analysis then), or its generation prompt says more than the finished
-        turn does: it opens, or opens and closes, a thinking block. The server goes on from the prompt: behind a closed block comes the content alone, behind an
-        open one the reasoning and then the block's end, written as its beginning was: '<think>' -> '</think>', '<think>\\n' -> '\\n</think>\\n\\n'.
+        Either the template rewrites the history once the turn is finished (harmony drops analysis then), or its generation prompt ends with another thinking
+        block than the finished turn begins with. The server goes on from the prompt: behind a closed block comes the content alone, behind an open one the
+        reasoning and the block's end as the finished turn has it, or written as the beginning is: '<think>' -> '</think>', '<think>\\n' -> '\\n</think>\\n\\n'.
         """
         message = chat.messages[index]
         before = self.render(chat, index, generation_prompt=False)
         probed = self.render(chat, index, generation_prompt=False, last={"role": "assistant", "content": PROBE})
-        start = _end_of_history(before, probed[: max(probed.rfind(PROBE), 0)])
+        start, probe = _end_of_history(before, probed[: max(probed.rfind(PROBE), 0)]), probed.rfind(PROBE)
         if not prompt_text.startswith(before) or start is None or whole_text[:start] != probed[:start]:
-            raise BadRow("the template begins a finished turn otherwise than its generation prompt does, in a way that is not known here")
-        supplied, header, body = prompt_text[len(before) :], probed[start : probed.rfind(PROBE)], whole_text[start:]
+            raise BadRow(UNKNOWN_BEGINNING)
+        supplied, header, body = prompt_text[len(before) :], probed[start:probe], whole_text[start:]
         if body.startswith(supplied):
-            return body[len(supplied) :]
-        if not body.startswith(header):  # reasoning that this prompt leaves no room for, or that the rule below puts in its place
+            return _with_reasoning(message, prompt_text, body[len(supplied) :])
+        if not body.startswith(header):  # reasoning that this prompt leaves no room for, or that the rule puts in its place
             body = self.render(chat, index, generation_prompt=False, last={key: value for key, value in message.items() if key != "reasoning_content"})[start:]
-        if not supplied.startswith(header) or not body.startswith(header):
-            raise BadRow("the template begins a finished turn otherwise than its generation prompt does, in a way that is not known here")
+            if body.startswith(supplied):
+                return body[len(supplied) :]
+        given, finished = THINK_TAIL.search(supplied), THINK_TAIL.search(header)
+        if not body.startswith(header) or supplied[: given.start()].rstrip() != header[: finished.start()].rstrip():
+            raise BadRow(UNKNOWN_BEGINNING)
         rest = body[len(header) :]
-        opened = OPEN_THINK.search(supplied[len(header) :])
-        if not opened:
+        if not given["open"] or given["close"]:
             return rest
-        tag, space = opened.groups()
-        if rest.startswith(tag):
-            return rest[len(tag) :].lstrip()  # the rendering has the block itself, with other space after its beginning
         reasoning = message.get("reasoning_content", "")
-        if not reasoning and (inline := THINK_BLOCK.match(message["content"])):
+        if not reasoning and (inline := INLINE_THINK.match(message["content"])):
             reasoning, rest = inline[1], rest.lstrip("\n")
-        reasoning = reasoning.strip()
-        return f"{reasoning}{space}{tag[0]}/{tag[1:]}{space * 2}{rest}"
+        tag, space = given["open"], given["space"]
+        close = finished["close"] or f"{space}{tag[0]}/{tag[1:]}{space * 2}"
+        return f"{reasoning.strip()}{close}{rest}"
+
+
+def _with_reasoning(message: dict[str, Any], prompt_text: str, body: str) -> str:
+    """The answer with its reasoning in the thinking block that the template left empty, as it does for history (Kimi-K2-Thinking, Kimi-K2.5)."""
+    reasoning = message.get("reasoning_content", "").strip()
+    given = THINK_TAIL.search(prompt_text)
+    if not reasoning or reasoning in body or given["close"]:
+        return body
+    if given["open"]:
+        return reasoning + body if re.match(rf"\s*(?:{END_THINK})", body) else body
+    return EMPTY_THINK.sub(lambda block: f"{block[1]}{reasoning}{block[2]}", body)
 
 
 def _end_of_history(before: str, header: str) -> int | None:
