@@ -17,7 +17,7 @@ from aerie.config import Config, add_config_arguments, config_from_args
 from aerie.errors import UserError, run_main
 from aerie.report import write_report
 from aerie.servers import dump_dir, has_gpu, server_args
-from aerie.shapes import load_shape
+from aerie.shapes import Shape, load_shape
 
 GIB = planning.GIB
 
@@ -95,7 +95,7 @@ def measured_server(log: Path) -> dict[str, float]:
     return found
 
 
-def compare(plan: planning.Plan, config: Config, args: argparse.Namespace) -> list[tuple[str, float, float]]:
+def compare(plan: planning.Plan, config: Config, shape: Shape, args: argparse.Namespace) -> list[tuple[str, float, float]]:
     """(what, predicted, measured) for everything that this run has measured."""
     rows = []
     for mode in ("extraction", "serving"):
@@ -115,6 +115,12 @@ def compare(plan: planning.Plan, config: Config, args: argparse.Namespace) -> li
         peak = content.get("peak_gpu_bytes", 0)
         if peak:
             rows.append(("training: peak of one GPU", plan.total("training, one GPU"), peak))
+    if args.bench_train:  # those of its sizes that have this config's drafter
+        count = sum(planning.drafter_parameters(config, shape).values())
+        for result in json.loads(Path(args.bench_train).read_text())["results"]:
+            if "peak_gb" in result and abs(result["parameters"] / count - 1) < 0.002 and not result.get("checkpointing"):
+                parts = planning.training_parts(config, shape, result["tokens"], result["supervised_rows"] / result["tokens"])
+                rows.append((f"training: size {result['size']}, share {result['share']}", sum(part.bytes for part in parts), result["peak_gb"] * GIB))
     manifest = config.run.store / "manifest.json"
     if manifest.is_file():
         shards = sum(path.stat().st_size for path in config.run.store.glob("shard-*.safetensors"))
@@ -131,6 +137,7 @@ def main() -> int:
     parser.add_argument("--compare", action="store_true", help="after a run: predicted against measured; exit code 1 when one differs by more than 10%%")
     parser.add_argument("--server-log", default="", help="with --compare: an SGLang log other than the run's own")
     parser.add_argument("--train-report", default="", help="with --compare: a trainer's report.json other than the run's own")
+    parser.add_argument("--bench-train", default="", metavar="FILE", help="with --compare: bench_train.py's report; sizes whose drafter is this config's are compared")
     parser.add_argument("--report", default="", metavar="FILE", help="write the plan as JSON")
     args = parser.parse_args()
     config = config_from_args(args)
@@ -153,7 +160,7 @@ def main() -> int:
             phases={phase: {part.name: part.bytes for part in parts} for phase, parts in plan.phases.items()}, disk={part.name: part.bytes for part in plan.disk},
         )  # fmt: skip
     if args.compare:
-        rows = compare(plan, config, args)
+        rows = compare(plan, config, shape, args)
         if not rows:
             raise UserError(f"nothing measured yet in {config.run.root}: no server log, no report of the trainer, no store")
         print(f"\n{'':40} {'predicted':>16} {'measured':>16}  predicted / measured")

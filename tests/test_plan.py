@@ -298,3 +298,14 @@ def test_what_a_training_step_keeps_for_backward(prompt, answer, steps):
     predicted = sum(part.bytes for part in parts if part.name.startswith(("activations", "batch", "teacher")))
     assert near(predicted, sum(storages.values())), predicted / sum(storages.values())
     assert loss.requires_grad
+
+
+# Peaks of bench_train.py on one H200 (torch 2.11.0, bf16, the fused path), 2026-11-29: config with the same drafter, rows of a step, supervised rows, GiB.
+H200 = [("kimi-k2.5", 4096, 2744, 28.248), ("kimi-k2.5", 8192, 5463, 33.737), ("llama-3.1-8b", 8192, 5615, 16.647), ("llama-3.1-8b", 8192, 1913, 12.560), ("llama-3.1-8b", 2048, 1410, 11.232)]
+
+
+@pytest.mark.parametrize(("name", "rows", "labels", "peak"), H200)
+def test_training_peaks_of_an_h200(name, rows, labels, peak):
+    config = load_config(name)
+    parts = planning.training_parts(config, load_shape("/nowhere", config.plan.shape), rows, labels / rows)
+    assert near(sum(part.bytes for part in parts) / GIB, peak), sum(part.bytes for part in parts) / GIB / peak

@@ -202,41 +202,41 @@ def plan_server(plan: Plan, config: Config, shape: Shape, mode: str, args: dict[
 # --- the trainer ---------------------------------------------------------------------------------------------------------------------------
 
 
-def step_row_bytes(hidden: int, q: int, kv: int, inner: int, compute: int) -> float:
-    """Bytes that one row of one TTT step keeps for backward (scripts/aerie/unroll.py, drafter.py, fast_ops.py).
+def kept_bytes(rows: float, labels: float, steps: int, hidden: int, heads: int, q: int, kv: int, inner: int, compute: int, fused: bool) -> dict[str, float]:
+    """What autograd keeps of one batch (scripts/aerie/unroll.py, drafter.py, fast_ops.py). rows: all; labels: supervised ones; q, kv: width of all query, key heads.
 
-    Fused (bf16 on a GPU): inputs and outputs of three norms, q, the attention's output, the row's own key and value, gate and up, their product.
+    Fused (the GPU's path): a step keeps inputs and outputs of the norms, gate and up, their product, the attention's output of the rows that ask; query and output of the
+    flash kernel stand for every row; keys and values of the chain, and their gradients, are buffers of their own.
     Plain: a norm keeps its input, its normed value and its output; rotation keeps what it rotated; the SwiGLU keeps gate, up, silu(gate) and the product.
     """
-    if compute < 4:
-        return compute * (6 * hidden + 2 * q + 2 * kv + 3 * inner)
-    return compute * (8 * hidden + 3 * q + 4 * kv + 4 * inner)
+    if not fused:
+        first = rows * (3 * hidden + 2 * (q + 2 * kv)) * compute  # norms of embedding and state, projections of both, for the keys of every row
+        return {"first keys": first, "steps": steps * labels * (8 * hidden + 3 * q + 4 * kv + 4 * inner) * compute}
+    first = rows * (4 * hidden + (q + 2 * kv) + 2 * kv) * compute
+    step = labels * (5 * hidden + q + 3 * inner) * compute + rows * (2 * q * compute + heads * 4)
+    return {"first keys": first, "steps": steps * step, "chain": (4 * (steps - 1) * labels * kv + rows * q) * compute}
 
 
 def training_parts(config: Config, shape: Shape, rows: int, supervised: float, ranks: int = 1, compute: int = 2) -> list[Part]:
     """Memory of 03_train.py on one GPU. rows: train.batch_tokens; ranks: over how many FSDP splits masters, gradients and moments; compute: bytes of a compute value.
 
     Matrices: float32 masters, gradients and two moments of AdamW, and a copy in the compute dtype. Frozen: the target's embedding, LM head and its draft rows.
-    Activations of each TTT step stay for backward; the first step has keys for all rows, everything else is for supervised rows alone.
     """
     drafter = drafter_config(config, shape)
     count = sum(drafter_parameters(config, shape).values())
-    hidden, inner, draft_vocab = drafter["hidden_size"], drafter["intermediate_size"], drafter["draft_vocab_size"]
-    q, kv = drafter["num_attention_heads"] * drafter["head_dim"], drafter["num_key_value_heads"] * drafter["head_dim"]
-    labels = rows * supervised
-    copy = count * compute if compute < 4 else 0
-    frozen = 2 * shape.vocab * hidden * compute + draft_vocab * hidden * compute  # a tied head is read a second time
-    first = rows * (3 * hidden + 2 * (q + 2 * kv)) * compute  # norms of embedding and state, projections of both, for the keys of every row
+    hidden, inner, draft_vocab, heads = drafter["hidden_size"], drafter["intermediate_size"], drafter["draft_vocab_size"], drafter["num_attention_heads"]
+    q, kv = heads * drafter["head_dim"], drafter["num_key_value_heads"] * drafter["head_dim"]
+    labels, steps = rows * supervised, config.train.ttt_steps
+    kept = kept_bytes(rows, labels, steps, hidden, heads, q, kv, inner, compute, fused=compute < 4)
     return [
         Part("masters", count * 4 / ranks, f"{count / 1e9:.2f} B parameters, float32"),
         Part("gradients", count * 4 / ranks, "float32"),
         Part("AdamW moments", count * 8 / ranks, "float32"),
-        Part("compute copy", copy),
-        Part("target's embedding and heads", frozen),
+        Part("compute copy", count * compute if compute < 4 else 0),
+        Part("target's embedding and heads", (2 * shape.vocab + draft_vocab) * hidden * compute),  # a tied head is read a second time
         Part("batch of states", (rows * (len(config.target.aux_layer_ids) * shape.hidden + hidden) + labels * shape.hidden) * compute),
         Part("teacher logits", labels * draft_vocab * compute),
-        Part("activations: first keys", first),
-        Part("activations: steps", config.train.ttt_steps * labels * step_row_bytes(hidden, q, kv, inner, compute), f"{config.train.ttt_steps} TTT steps"),
+        *(Part(f"activations: {name}", size, f"{steps} TTT steps" if name == "steps" else "") for name, size in kept.items()),
         Part("chunk of logits", min(256 << 20, max(labels, 16) * draft_vocab * 4) * 3),
     ]
 
