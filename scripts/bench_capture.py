@@ -39,9 +39,9 @@ def main() -> int:
     if config.bench.side_by_side:
         plain = start(config, False)
         try:
+            plain.wait_ready()  # one after the other: each looks at how much memory is free while it starts
             with start(config, True) as capture:
-                for server in (plain, capture):
-                    server.wait_ready()
+                capture.wait_ready()
                 result = measure(config, plain, capture, prompts, concurrency, args.repeats)
         finally:
             plain.stop()

@@ -61,7 +61,7 @@ def make_model(name: str, folder: Path) -> Path:
     """Random bf16 weights, drawn on the GPU."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(SHAPES[name] | {"dtype": "bfloat16"}))
     torch.manual_seed(0)
     with torch.device(DEVICE):
@@ -82,7 +82,7 @@ def config_of(work: Path, name: str, model: Path, kind: str) -> Config:
     folder = (memory if shutil.disk_usage(memory).free > 8 << 30 else work / "dumps") / f"aerie-{run}"
     path = write_config(
         work / f"{run}.toml", model, LAYER_IDS[name], target={"dtype": "bfloat16"}, extract={"dtype": "fp8" if kind == "fp8" else "model"},
-        server={"args": ARGS, "ready_timeout_s": 240.0, "port": free_port(), "dump_dir": str(folder)}, bench={"baseline_port": free_port(), "side_by_side": True},
+        server={"args": ARGS, "ready_timeout_s": 240.0, "port": free_port(), "dump_dir": str(folder), "cpu_args": {"mem-fraction-static": 0.7}}, bench={"baseline_port": free_port(), "side_by_side": True},
     )  # fmt: skip
     return load_config(str(path), run)
 
@@ -152,13 +152,15 @@ class Parts:
     def __call__(self, name: str, part: Callable[[], Any]) -> Any:
         start = time.monotonic()
         try:
-            self.result[name] = part()
+            value = part()
+            self.result[name] = value if isinstance(value, (dict, str)) else "done"
         except Exception as exc:
+            value = None
             traceback.print_exc()
             self.result[name] = {"failed": repr(exc)}
         print(f"[{time.monotonic() - self.begin:.0f} s] {name}: {time.monotonic() - start:.1f} s", flush=True)
         (self.out / "capture_gpu.json").write_text(json.dumps(self.result, indent=1, default=str))
-        return None if isinstance(self.result[name], dict) and "failed" in self.result[name] else self.result[name]
+        return value
 
 
 def main() -> None:
