@@ -445,6 +445,7 @@ class Writer:
             if dump.file >= 0:
                 os.close(dump.file)
                 dump.file = -1
+            if dump.temporary and os.path.exists(dump.temporary):
                 os.unlink(dump.temporary)
             if reason:
                 self.write_error(dump.rid, reason, dump.next_row)
@@ -477,7 +478,6 @@ class Capture:
         self.switch, self.settings, self.modes, self.writer = switch, settings, forward_modes, writer
         self.pending: dict[str, Dump] = {}
         self.refused: dict[str, float] = {}  # rids that failed: their later rows are dropped
-        self.names: dict[str, int] = {}
         self.lock = threading.Lock()  # guards pending and refused against the housekeeper; never held during a copy or a write
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" and writer is not None else None
@@ -490,8 +490,7 @@ class Capture:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """In place of the text model's forward: the same answer, and the rows of our requests on their way to the files."""
-        batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[self.position]
-        pieces = self.plan(batch)
+        batch, pieces = self.plan(args, kwargs)
         if not pieces:
             return self.original(*args, **kwargs)
         self.switch.set(True)
@@ -510,12 +509,13 @@ class Capture:
             self.writer.counters.add(hook_s=time.perf_counter() - begin)
         return plain
 
-    def plan(self, batch: Any) -> list[Piece]:
-        """Our rows of this batch, before it runs; the same on every rank. Decode rows lie at or past a request's token count."""
+    def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Piece]]:
+        """The batch and our rows of it, before it runs; the same on every rank. Decode rows lie at or past a request's token count."""
+        pieces: list[Piece] = []
         try:
+            batch, start = kwargs["forward_batch"] if "forward_batch" in kwargs else args[self.position], 0
             if batch.forward_mode not in self.modes or not batch.rids:
-                return []
-            pieces, start = [], 0
+                return batch, pieces
             for rid, length, prefix in zip(batch.rids, batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu):
                 match = RID.fullmatch(rid) if isinstance(rid, str) else None
                 if match:
@@ -524,10 +524,10 @@ class Capture:
                     if rows > 0:
                         pieces.append(Piece(rid, tokens, start, int(prefix), rows))
                 start += int(length)
-            return pieces
+            return batch, pieces
         except Exception:
             self.log_exception()
-            return []
+            return None, []
 
     def take(self, pieces: list[Piece], batch: Any, final: torch.Tensor, aux: Any) -> None:
         """Start the copies of our rows and queue them for the writers. Raises: forward() turns that into `.error` files."""

@@ -139,7 +139,7 @@ def check_target(server: Server, config: Config, model: Path, prompts: list[list
                 rows += 1
                 agree += int(choice[-2 - back]) == entry[0][1]
     result["final_argmax_agrees"] = agree / max(rows, 1)
-    result["right"] = result["alone"]["right"] and result["together"]["right"] and result["final_argmax_agrees"] > 0.97
+    result["right"] = result["alone"]["right"] and result["together"]["right"] and result["final_argmax_agrees"] > (0.9 if alone[0].metadata["dtype"] == "fp8" else 0.97)
     return result
 
 
