@@ -25,10 +25,12 @@ from aerie.drafter import Drafter
 from aerie.drafter_init import init_from_target, make_shape
 from aerie.errors import UserError, run_main
 from aerie.export import export_drafter, from_names, read_drafter
+from aerie.extract_plan import make_plan
 from aerie.identity import model_hash, tokenizer_hash
 from aerie.progress import Progress
 from aerie.report import write_report
-from aerie.store import Store
+from aerie.store import Store, StreamingStore
+from aerie.stream_train import StreamTrainer, total_steps, wait_for_heldout
 from aerie.target_weights import TargetWeights
 from aerie.trainer import Trainer
 from aerie.ttt_loss import TargetHead
@@ -70,11 +72,11 @@ def target_head(manifest: dict, target: TargetWeights, draft_ids: torch.Tensor, 
     return TargetHead(head, head[ids].contiguous(), ids, to_draft.to(device), float(logits.get("logit_scale") or 1.0), float(logits.get("final_logit_softcapping") or 0.0))
 
 
-def fingerprint(config: Config, store: Store, vocab: dict[str, str]) -> str:
+def fingerprint(config: Config, store: Store, vocab: dict[str, str], stream: bool = False) -> str:
     """What a checkpoint belongs to: sections that shape the run, and the samples."""
     sections = config.as_dict()
     train = {key: value for key, value in sections["train"].items() if key not in ("threads", "stop_server", "checkpoint_every", "max_bad_samples", "device")}
-    text = json.dumps([sections["target"], sections["draft"], train, vocab, store.ids], sort_keys=True, default=str)
+    text = json.dumps([sections["target"], sections["draft"], train, vocab, store.manifest["data_hash"] if stream else store.ids], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -96,6 +98,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_config_arguments(parser)
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint; an error when there is none or it is of another run")
+    parser.add_argument("--stream", action="store_true", help="train while the extraction runs, each shard once (run_stream.py starts both)")
     parser.add_argument("--fresh", action="store_true", help="start anew, whatever checkpoints there are")
     args = parser.parse_args()
     config = config_from_args(args)
@@ -105,13 +108,15 @@ def main() -> int:
     torch.manual_seed(train.seed)
     device, dtype = pick_device(config)
     target = TargetWeights(config.model_path)
-    store = Store.open(run.store)
+    stream = StreamingStore(run.store) if args.stream else None
+    planned = make_plan(run.data, config.extract.all_final_rows) if stream else None
+    store = wait_for_heldout(stream, sum(job.heldout for job in planned.jobs), print) if stream else Store.open(run.store)
     check_store(config, store)
     shape = make_shape(config, target)
     vocab = load_vocab_map(run.data / "vocab_map.safetensors", store.manifest["tokenizer_hash"], shape.vocab_size, config.draft.vocab_size)
     draft_ids = torch.from_numpy(vocab.d2t + np.arange(len(vocab.d2t)))
     training, heldout = np.flatnonzero(~store.heldout), np.flatnonzero(store.heldout)
-    if not len(training):
+    if not len(training) and not stream:
         raise UserError(f"the store in {store.path} holds no training sample; make data and extract first")
     head = target_head(store.manifest, target, draft_ids, device, dtype)
     drafter = Drafter(shape, device=device)
@@ -120,7 +125,7 @@ def main() -> int:
     drafter.fast = device.type == "cuda" and train.compile != "off" and importlib.util.find_spec("triton") is not None
     fixed = Fixed(target.embedding().to(device, dtype), head, train.ttt_steps, train.step_decay, train.activation_checkpointing)
     export_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
-    belongs = fingerprint(config, store, vocab.metadata)
+    belongs = fingerprint(config, store, vocab.metadata, bool(stream))
     identity = {
         "model_hash": store.manifest["model_hash"], "tokenizer_hash": store.manifest["tokenizer_hash"], "aux_layer_ids": config.target.aux_layer_ids,
         "capture_points": store.manifest.get("capture_points"), "fc_norm": shape.fc_norm, "norm_before_fc": shape.norm_before_fc, "norm_output": shape.norm_output,
@@ -133,15 +138,24 @@ def main() -> int:
         training_json = {**identity, "step": found["step"], "predicted_accept_length": found["predicted_accept_length"]}
         export_drafter(run.drafter, best, draft_ids, config.target.aux_layer_ids, target.config, export_dtype, training_json)
 
-    trainer = Trainer(train, drafter, fixed, store, training, heldout, run.checkpoints, config.serve.num_steps, on_best)
+    if stream:
+        steps = total_steps(planned, train.batch_tokens, train.accumulate)
+        trainer = StreamTrainer(stream, steps, train, drafter, fixed, store, run.checkpoints, config.serve.num_steps, on_best)
+        training = [job for job in planned.jobs if not job.heldout]
+    else:
+        trainer = Trainer(train, drafter, fixed, store, training, heldout, run.checkpoints, config.serve.num_steps, on_best)
     print(f"drafter: {sum(p.numel() for p in drafter.parameters()) / 1e6:.1f} M parameters, {origin}; {dtype} on {device}", flush=True)
     print(f"{len(training)} samples to train on, {len(heldout[: train.eval_samples])} held out; {len(trainer.plan.steps)} steps in {train.epochs} epochs", flush=True)
     latest = last_checkpoint(run.checkpoints)
     if latest is not None and not args.fresh and read_state(latest).get("fingerprint") == belongs:
         trainer.resume(latest)
+        if stream:
+            trainer.resume_stream(read_state(latest)["trained_shards"])
         print(f"resumed from {latest.name}", flush=True)
     elif args.resume:
         raise UserError(f"nothing to resume: {'the checkpoint ' + str(latest) + ' is of other data or another config' if latest else f'no checkpoint in {run.checkpoints}'}; leave out --resume to start anew")
+    elif stream and stream.consumed():
+        raise UserError(f"{len(stream.consumed())} shards of {run.store} were consumed by an earlier training that no checkpoint in {run.checkpoints} belongs to; set its config back, or remove the store and begin anew")
     else:
         if latest is not None:
             print(f"starting anew: {latest.name} is of other data or another config" if not args.fresh else "starting anew", flush=True)

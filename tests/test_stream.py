@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import signal
+import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
+import numpy as np
 import pytest
 from aerie.errors import UserError
+from aerie.identity import tokenizer_hash
+from aerie.vocab import write_vocab_map
 from extract_tools import ROOT, fake_run  # noqa: F401  (a fixture)
 from fake_dump_server import known_states
 
@@ -74,6 +82,49 @@ def test_either_end_may_die_and_come_back(fake_run):
     seen, largest, ends = streamed(run, die_every=4, kill_extraction_after=0.1)
     assert ends[0].restarts >= 1 and ends[1].restarts >= 1
     check_streamed(run, seen, largest, int(KEEP * 1e9))
+
+
+@pytest.mark.slow
+def test_make_stream_with_the_real_trainer(fake_run):
+    """run_stream.py as a user starts it: 02b and 03_train at once, the trainer killed on the way; the drafter is there and every shard but the held-out one is gone."""
+    run = fake_run(samples=150, heldout=8, extract={"keep_gb": KEEP, "shard_gb": 2e-4, "max_in_flight": 4})
+    run.start_server("--tok-s", "800")
+    write_vocab_map(run.root / "data" / "vocab_map.safetensors", np.arange(64), 512, {"tokenizer_hash": tokenizer_hash(run.model), "data_hash": "", "coverage": "1"})
+    options = ["train.epochs=1", "train.ttt_steps=3", "train.batch_tokens=256", "train.lr=1e-3", "train.checkpoint_every=4", "draft.vocab_size=64", "train.dtype=float32"]
+    command = [sys.executable, str(ROOT / "scripts" / "run_stream.py"), "--config", str(run.config_path), "--run", run.name]
+    command += [word for option in options for word in ("--set", option)]
+    process = subprocess.Popen(command, env=run.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    largest, killed = 0, False
+    while process.poll() is None:
+        largest = max(largest, sum(file.stat().st_size for file in run.store_path.glob("shard-*") if file.exists()))
+        if not killed and (run.store_path / "consumed.log").exists():
+            for trainer in children_named(process.pid, "03_train.py"):
+                os.kill(trainer, signal.SIGKILL)
+                killed = True
+        time.sleep(0.05)
+    output = process.communicate()[0]
+    assert process.returncode == 0, output
+    assert killed and "starting it again" in output and "resumed from" in output, output
+    whole = sum(len(sample.input_ids) for sample in run.train + run.heldout) * 3 * 64 * 4
+    assert largest < whole / 2 and largest <= KEEP * 1.2e9
+    report = json.loads((run.root / "drafter" / "report.json").read_text())
+    assert report["samples"] == 150 and report["predicted_accept_length"] >= 1.0 and (run.root / "drafter" / "model.safetensors").is_file()
+    manifest = json.loads((run.store_path / "manifest.json").read_text())
+    assert manifest["complete"] and manifest["done"] == 158
+    consumed = (run.store_path / "consumed.log").read_text().split()
+    assert len(consumed) == len(set(consumed)) >= 8
+
+
+def children_named(parent: int, name: str) -> list[int]:
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = status.read_text().rpartition(")")[2].split()
+            if int(fields[1]) == parent and name in (status.parent / "cmdline").read_text():
+                found.append(int(status.parent.name))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
 
 
 def test_more_epochs_than_the_folder_can_serve_are_refused(fake_run, monkeypatch):
