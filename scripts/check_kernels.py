@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compile SGLang's Triton attention kernels for a GPU that is not here (default SM120) and compare their shared memory with what that GPU gives a block.
+"""Compile SGLang's Triton attention and expert kernels for a GPU that is not here (default SM120) and compare their shared memory with what that GPU gives a block.
 
 Needs no GPU: SGLang's own wrappers choose tiles as they would on that card, and Triton's compiler says what the kernel asks for. Exit code 1 when one does not fit.
 """
@@ -16,7 +16,7 @@ from aerie.errors import UserError, run_main
 from aerie.report import write_report
 
 SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}  # bytes a block may have, CUDA C programming guide
-POINTERS = {"torch.bfloat16": "*bf16", "torch.float16": "*fp16", "torch.float32": "*fp32", "torch.int32": "*i32", "torch.int64": "*i64", "torch.bool": "*i1", "torch.uint8": "*u8"}
+POINTERS = {"torch.bfloat16": "*bf16", "torch.float16": "*fp16", "torch.float32": "*fp32", "torch.int32": "*i32", "torch.int64": "*i64", "torch.bool": "*i1", "torch.uint8": "*u8", "torch.float8_e4m3fn": "*fp8e4nv"}
 
 
 class Recorder:
@@ -61,8 +61,8 @@ class Recorder:
 
 def as_if(module: Any, capability: int, found: list, tiles_of: int = 0) -> dict[str, Any]:
     """Make `module` believe it runs on that GPU, with its kernels replaced; returns what to put back. tiles_of: choose tiles as for another GPU."""
-    kernels = {name: value for name, value in vars(module).items() if type(value).__name__ == "JITFunction" and name.startswith(("_fwd", "_verify"))}
-    changed = {name: Recorder(value, capability, found) for name, value in kernels.items()} | {"_is_cuda": True, "_is_hip": False, "CUDA_CAPABILITY": divmod(tiles_of or capability, 10)}
+    kernels = {name: value for name, value in vars(module).items() if type(value).__name__ == "JITFunction" and (name.startswith(("_fwd", "_verify")) or name == "fused_moe_kernel")}
+    changed = {name: Recorder(value, capability, found) for name, value in kernels.items()} | {"_is_cuda": True, "_is_hip": False, "CUDA_CAPABILITY": divmod(tiles_of or capability, 10), "is_arch_support_pdl": lambda: False}
     before = {name: vars(module).get(name) for name in changed}
     vars(module).update(changed)
     return before
@@ -107,6 +107,20 @@ def cases() -> dict[str, tuple[str, Callable[[Any], None]]]:
     def vision(module: Any) -> None:
         module.context_attention_fwd(rows(256, 16, 72), rows(256, 16, 72), rows(256, 16, 72), rows(256, 16, 72), indptr(0), indptr(256), 256, is_causal=False)
 
+    def experts(module: Any) -> None:
+        """One expert GEMM of DeepSeek-V3 at TP 8: H 7168, gate and up of 256 each; tiles as get_default_config() of fused_moe_triton_config.py gives for blocks of 128."""
+        import triton.language as tl
+
+        tokens, hidden, wide = 64, 7168, 512
+        fp8 = torch.float8_e4m3fn
+        module.invoke_fused_moe_kernel(
+            torch.empty(tokens, hidden, dtype=fp8), torch.empty(8, wide, hidden, dtype=fp8), None, torch.empty(tokens, 8, wide, dtype=torch.bfloat16),
+            torch.empty(tokens, hidden // 128), torch.empty(8, wide // 128, hidden // 128), None, torch.empty(tokens, 8), torch.zeros(tokens, 8, dtype=torch.int32),
+            torch.zeros(1024, dtype=torch.int32), torch.zeros(16, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), False, 8,
+            {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 128, "GROUP_SIZE_M": 32, "num_warps": 4, "num_stages": 3}, tl.bfloat16,
+            True, False, False, False, False, [128, 128],
+        )  # fmt: skip
+
     ops = "sglang.kernels.ops.attention"
     return {
         "prefill, MLA 192/128 (Kimi, DeepSeek)": (f"{ops}.extend_attention", extend(8, 8, 192, 128)),
@@ -116,6 +130,7 @@ def cases() -> dict[str, tuple[str, Callable[[Any], None]]]:
         "decode, grouped heads of 128": (f"{ops}.decode_attention", decode(32, 8, 128, 128)),
         "verify four drafted tokens, heads of 128": (f"{ops}.verify_splitkv", verify("verify_splitkv_fwd", 32, 8, 128, 128)),
         "verify four drafted tokens, MLA 576/512": (f"{ops}.verify_mla", verify("verify_shared_kv_fwd", 8, 1, 576, 512)),
+        "experts, FP8 in blocks (DeepSeek-V3, Kimi-K2)": ("sglang.kernels.ops.moe.fused_moe_triton_kernels", experts),
         "vision tower, heads of 72 (Kimi-K2.5)": (f"{ops}.prefill_attention", vision),
     }
 
