@@ -22,6 +22,7 @@ from aerie.checkpoints import last_checkpoint, read_state
 from aerie.config import Config, add_config_arguments, config_from_args
 from aerie.curves import draw_curves, warnings_of
 from aerie.drafter import Drafter
+from aerie.drafter_fit import fit_drafter
 from aerie.drafter_init import init_from_target, make_shape
 from aerie.errors import UserError, run_main
 from aerie.export import export_drafter, from_names, read_drafter
@@ -80,7 +81,7 @@ def fingerprint(config: Config, store: Store, vocab: dict[str, str], stream: boo
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def begin(config: Config, drafter: Drafter, target: TargetWeights, head: torch.Tensor) -> str:
+def begin(config: Config, drafter: Drafter, target: TargetWeights, head: torch.Tensor, store: Store) -> str:
     """First weights of the drafter; returns a sentence about where they came from."""
     generator = torch.Generator().manual_seed(config.train.seed)
     drafter.reset(generator)
@@ -89,9 +90,15 @@ def begin(config: Config, drafter: Drafter, target: TargetWeights, head: torch.T
         _, tensors = read_drafter(folder)
         from_names(drafter, tensors, str(folder))
         return f"from {folder}"
-    if config.draft.init == "auto":
-        return f"from the target's last layer and head: {', '.join(init_from_target(drafter, target, head, generator)) or 'nothing fitted'}"
-    return "random"
+    if config.draft.init == "random":
+        return "random"
+    taken = f"from the target's last layer and head: {', '.join(init_from_target(drafter, target, head, generator)) or 'nothing fitted'}"
+    if config.draft.init == "fit":
+        samples = (store.get(index) for index in np.flatnonzero(~store.heldout))
+        if fit_drafter(drafter, samples, target.embedding(), head, generator):
+            return "fitted to the states by least squares"
+        print("draft.init=fit does not suit this drafter (MLA, norm options, or wider than 2048); starting as with auto", flush=True)
+    return taken
 
 
 def main() -> int:
@@ -120,7 +127,7 @@ def main() -> int:
         raise UserError(f"the store in {store.path} holds no training sample; make data and extract first")
     head = target_head(store.manifest, target, draft_ids, device, dtype)
     drafter = Drafter(shape, device=device)
-    origin = begin(config, drafter, target, head.draft_head)
+    origin = begin(config, drafter, target, head.draft_head, store)
     drafter.set_compute(dtype)
     drafter.fast = device.type == "cuda" and train.compile != "off" and importlib.util.find_spec("triton") is not None
     fixed = Fixed(target.embedding().to(device, dtype), head, train.ttt_steps, train.step_decay, train.activation_checkpointing)

@@ -99,7 +99,7 @@ class Draft:
     fc_norm: bool = False
     norm_before_fc: bool = False
     norm_output: bool = False
-    init: str = "auto"  # auto (the target's last layer and head where the shapes fit), random
+    init: str = "auto"  # auto (the target's last layer and head where the shapes fit), fit (least squares on the store: for small targets and little data), random
 
 
 @dataclass
@@ -120,6 +120,7 @@ class Train:
     dtype: str = "auto"  # compute dtype; auto: bfloat16 on a GPU, float32 on a CPU
     device: str = "auto"
     train_lm_head: bool = True
+    aux_noise: float = 0.0  # Gaussian noise on the auxiliary states in training, relative to their size: against overfitting on little data
     activation_checkpointing: bool = False
     compile: str = "auto"  # auto, on: the fused kernels (Triton) on a GPU; off: plain PyTorch
     seed: int = 0
@@ -219,7 +220,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "data.truncated_answers": ("keep", "drop"),
     "extract.dtype": ("model", "fp8"),
     "draft.arch": ("llama", "mla"),
-    "draft.init": ("auto", "random"),
+    "draft.init": ("auto", "fit", "random"),
     "train.dtype": ("auto", "bfloat16", "float32"),
     "train.compile": ("auto", "on", "off"),
 }

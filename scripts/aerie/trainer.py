@@ -152,12 +152,23 @@ class Trainer:
         counts = []
         for batch in batches:
             moved = batch.to(self.device, drafter.compute_dtype)
+            if train.aux_noise:
+                moved.aux = self.noisy(moved.aux, len(counts))
             loss, one, _ = unroll(drafter, moved, self.fixed, self.rope, float(rows), self.known(moved))
             loss.backward()
             counts.append(one)
         self.optimizer.step(learning_rate(train, self.state.step, len(self.plan.steps)))
         self.last_samples = [name for batch in batches for name in batch.sample_ids]
         return counts
+
+    def noisy(self, aux: torch.Tensor, batch: int) -> torch.Tensor:
+        """aux [T, A*H] with noise in proportion to each state's root mean square; the same for the same seed, step and batch."""
+        seed = int(np.random.SeedSequence([self.train.seed, self.state.step, batch]).generate_state(1)[0])
+        generator = torch.Generator(device=aux.device).manual_seed(seed)
+        parts = aux.unflatten(-1, (self.drafter.shape.num_aux, -1))
+        size = parts.float().pow(2).mean(-1, keepdim=True).sqrt() * self.train.aux_noise
+        noise = torch.randn(parts.shape, generator=generator, device=aux.device, dtype=torch.float32)
+        return (parts + size * noise).to(aux.dtype).flatten(-2)
 
     def check_norm(self) -> None:
         """Whether the last step's gradient was finite; asked one step late, so that the device need not be waited for."""
