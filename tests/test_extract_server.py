@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -18,9 +22,7 @@ pytestmark = pytest.mark.server
 def test_extract_from_the_real_server(capture_server):
     config = capture_server.config
     samples = make_samples(24, seed=5, longest=400, vocab=500)
-    meta = {"tokenizer_hash": tokenizer_hash(config.model_path), "template_hash": "t", "mask_rule": "r"}
-    write_samples(config.run.data / "train.safetensors", samples[4:], meta)
-    write_samples(config.run.data / "heldout.safetensors", samples[:4], meta)
+    write_data(config, samples, 4)
     code, out, err = RunOf(config).extract_here("--set", "extract.proof_samples=24")
     assert code == 0, err
     assert "done 24 + failed 0 + skipped 0 = 24 samples" in out
@@ -38,3 +40,47 @@ def test_extract_from_the_real_server(capture_server):
         assert got.aux.shape == (len(got.input_ids), 3 * 64) and float(got.aux.abs().max()) > 0 and torch.isfinite(got.aux).all()
         states = got.aux.view(-1, 3, 64)
         assert not torch.equal(states[:, 0], states[:, 1]) and not torch.equal(states[:, 1], states[:, 2])
+
+
+def write_data(config, samples, heldout: int) -> None:
+    meta = {"tokenizer_hash": tokenizer_hash(config.model_path), "template_hash": "t", "mask_rule": "r"}
+    write_samples(config.run.data / "train.safetensors", samples[heldout:], meta)
+    write_samples(config.run.data / "heldout.safetensors", samples[:heldout], meta)
+
+
+@pytest.mark.slow
+def test_the_real_server_killed_in_mid_prefill_and_fp8(make_config, start_server):
+    """kill -9 of every process of the server while prefills run; it is started again and the run goes on. In fp8, against the same samples in float32."""
+    samples = make_samples(60, seed=6, longest=400, shortest=100, vocab=500)
+    stores = {}
+    for dtype in ("model", "fp8"):
+        config = make_config("deepseek_v3", f"kill-{dtype}", server={"args": {"chunked-prefill-size": 256}}, extract={"dtype": dtype, "max_in_flight": 8, "shard_gb": 2e-4})
+        write_data(config, samples, 4)
+        server = start_server(config, "extraction")
+        done = {}
+        worker = threading.Thread(target=lambda config=config: done.update(result=RunOf(config).extract_in_a_process()))
+        worker.start()
+        if dtype == "fp8":
+            deadline = time.monotonic() + 120
+            while not list(config.run.store.glob("shard-*")) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            os.killpg(server.record["pid"], signal.SIGKILL)
+            server.process.wait()
+            server = start_server(config, "extraction")
+        worker.join()
+        code, out, err = done["result"]
+        assert code == 0, err
+        assert "done 60 + failed 0 + skipped 0 = 60 samples" in out
+        report = json.loads((config.run.store / "report.json").read_text())
+        assert report["server_losses"] == (1 if dtype == "fp8" else 0)
+        server.stop()
+        stores[dtype] = Store.open(config.run.store)
+        assert stores[dtype].verify() == [] and len(stores[dtype]) == 60
+    exact, rough = stores["model"], stores["fp8"]
+    assert exact.manifest["dtype"] == "float32" and rough.manifest["dtype"] == "fp8"
+    places = {sample: index for index, sample in enumerate(exact.ids)}
+    for index in range(60):
+        a, b = exact.get(places[rough.ids[index]]), rough.get(index)
+        for mine, theirs in ((b.aux_float(), a.aux_float()), (b.final_float(), a.final_float())):
+            assert float((mine - theirs).norm() / theirs.norm()) < 0.04  # e4m3 has a 3-bit mantissa: at most 1/16 a value
+    assert rough.bytes < exact.bytes / 3
