@@ -206,6 +206,15 @@ def main() -> int:
     return finish(config, plan, writer, todo, left_out, failed, outcome, proof)
 
 
+def earlier_work(config: Config, writer: StoreWriter) -> tuple[int, float]:
+    """Tokens and seconds of the earlier calls that filled this store, by its last report: the rate counts them all."""
+    try:
+        report = json.loads((config.run.store / "report.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):
+        return 0, 0.0
+    return (report["tokens_all"], report["seconds_all"]) if report.get("data_hash") == writer.manifest["data_hash"] else (0, 0.0)
+
+
 def finish(config: Config, plan: Plan, writer: StoreWriter, todo: list[Job], left_out: Any, failed: dict, outcome: Outcome, proof: Any) -> int:
     """failed.jsonl, the accounting, report.json, the exit code."""
     failed = {sample: entry for sample, entry in failed.items() if sample not in writer.done and sample not in outcome.failed}
@@ -218,10 +227,12 @@ def finish(config: Config, plan: Plan, writer: StoreWriter, todo: list[Job], lef
     sentence = accounting(plan, done, len(outcome.failed), left_out, remaining)
     print(sentence)
     tokens = sum(job.tokens for job in plan.jobs if job.id in writer.done)
+    tokens_all, seconds_all = earlier_work(config, writer)
+    tokens_all, seconds_all = tokens_all + outcome.tokens, seconds_all + outcome.seconds
     write_report(
         config.run.store / "report.json",
-        config=config.as_dict(), samples=done, tokens=tokens, extract_tok_s=outcome.tokens / outcome.seconds if outcome.seconds else 0.0,
-        extracted_now=outcome.extracted, tokens_now=outcome.tokens, seconds=outcome.seconds, failed=len(outcome.failed), skipped=dict(plan.skipped | left_out),
+        config=config.as_dict(), samples=done, tokens=tokens, extract_tok_s=tokens_all / seconds_all if seconds_all else 0.0,
+        tokens_all=tokens_all, seconds_all=seconds_all, data_hash=plan.data_hash, extracted_now=outcome.extracted, tokens_now=outcome.tokens, seconds=outcome.seconds, failed=len(outcome.failed), skipped=dict(plan.skipped | left_out),
         accounting=sentence, store_bytes=writer.manifest["bytes"], shards=writer.manifest["shards"], retries=outcome.retries, late_dumps=outcome.late,
         server_losses=outcome.server_losses, peak_requests_in_flight=outcome.peak_in_flight, peak_dump_bytes=outcome.peak_dump_bytes, stopped=outcome.stopped,
         proof={"samples": proof.samples, "compared": proof.compared, "equal": proof.equal} if proof else {},

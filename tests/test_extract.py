@@ -22,7 +22,7 @@ def test_a_plain_run_and_a_second_one(fake_run):
     run.end_server()
     second = run.extract()  # everything is there: no server is needed
     assert second.returncode == 0 and "done 28" in second.stdout, second.stderr
-    assert run.report()["extracted_now"] == 0
+    assert run.report()["extracted_now"] == 0 and run.report()["extract_tok_s"] == report["extract_tok_s"]
 
 
 FAULTS = [
