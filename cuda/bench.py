@@ -28,7 +28,7 @@ from op_library import call  # noqa: E402
 SM120_BYTES_S = 1.79e12
 FLUSH_BYTES = 400 << 20  # sets of inputs are rotated until they are larger than this
 OPS = torch.ops.aerie
-VARIANTS = ["128 x 1", "128 x 2", "128 x 4", "128 x 8", "128 x 2 p1", "128 x 2 p2", "128 x 2 p3", "128 x 4 p2", "192 x 2 p2", "256 x 2 p2", "two passes"]  # threads x blocks a row
+VARIANTS = ["128 x 1", "128 x 2", "128 x 4", "128 x 8", "two passes"]  # threads x blocks a row
 
 
 def median_ms(work: Callable[[int], Any], repeats: int, before: Callable[[int], Any] | None = None) -> float:

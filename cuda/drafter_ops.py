@@ -308,8 +308,11 @@ def drafter_input(
 # --- 3. top-k of the draft logits -------------------------------------------------------------------------------------------------------------------
 
 
+MAX_RANKED = 196608  # columns that the kernel for k > 1 takes
+
+
 def _draft_topk(logits, d2t, k):
-    if not has_kernel(logits, torch.bfloat16, torch.float32):
+    if not has_kernel(logits, torch.bfloat16, torch.float32) or (k > 1 and logits.shape[1] > MAX_RANKED):
         return reference.draft_topk(logits, d2t, k)
     count, columns = logits.shape
     log_probs = torch.empty(count, k, dtype=torch.float32, device=logits.device)

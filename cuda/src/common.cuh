@@ -37,20 +37,6 @@ __device__ __forceinline__ float exp2_fast(float x) {
     return y;
 }
 
-// exp2 on the fused multiply-add units, relative error under 3e-6: where exponentials are many, the special function units (16 a cycle) are the narrowest place.
-// Below -126 it answers 2^-126, also for -inf; NaN stays NaN.
-__device__ __forceinline__ float exp2_poly(float x) {
-    float clamped;
-    asm("max.NaN.f32 %0, %1, 0fC2FC0000;" : "=f"(clamped) : "f"(x));  // -126
-    const float shifted = clamped + 12582912.f;                        // 1.5 * 2^23: the integer nearest to x ends up in the low bits
-    const float f = clamped - (shifted - 12582912.f);                  // in [-0.5, 0.5]
-    float p = fmaf(0.009570101276f, f, 0.055917859077f);
-    p = fmaf(p, f, 0.240247443318f);
-    p = fmaf(p, f, 0.693121790886f);
-    p = fmaf(p, f, 0.999999284744f);
-    return p * __int_as_float((__float_as_int(shifted) << 23) + 0x3F800000);
-}
-
 __device__ __forceinline__ float finite_shift(float x) { return fminf(fmaxf(x, -BIG), BIG); }
 
 __device__ __forceinline__ uint4 load_stream(const uint4* p) {  // read once: do not keep in L1

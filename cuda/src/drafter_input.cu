@@ -1,8 +1,6 @@
 // Op 2: [RMSNorm(table[ids]) * w1, RMSNorm(state) * w2] side by side as [N, 2H], and its backward.
 // Side 0 is the embedding, side 1 the state. Forward: one block a row and side, the row in registers. Backward: persistent blocks, each on one side, sum their
-// rows' weight gradients in registers, clusters of blocks add theirs, and a second kernel adds up what they write.
-#include <cooperative_groups.h>
-
+// rows' weight gradients in registers and write one partial sum each, which a second kernel adds up.
 #include "common.cuh"
 
 namespace aerie {
@@ -96,17 +94,15 @@ __global__ void __launch_bounds__(256) drafter_input_forward_any(Inputs in, __nv
     for (int i = tid; i < in.h; i += 256) to[i] = __float2bfloat16(x ? one(x + i) * rstd * weight_at(in, side, i) : NAN);
 }
 
-constexpr int BACKWARD_CLUSTER = 4;
-
-// dx = rstd * (g * w - xhat * mean(g * w * xhat)), dw = sum over rows of g * xhat, with xhat = x * rstd. Shared memory holds STAGES rows of x and g: while one is
-// worked on the next ones are on their way. A thread copies and reads only its own columns, so only the two sums of a row need a barrier.
-template <int THREADS, int CH, int PER_SM, int STAGES>
-__global__ void __cluster_dims__(BACKWARD_CLUSTER, 1, 1) __launch_bounds__(THREADS, PER_SM)
-    drafter_input_backward(Inputs in, const __nv_bfloat16* grad, int64_t grad_stride, __nv_bfloat16* d_rows, __nv_bfloat16* d_state, float* sums) {
+// dx = rstd * (g * w - xhat * mean(g * w * xhat)), dw = sum over rows of g * xhat, with xhat = x * rstd. Shared memory holds two rows of x and g: while one is
+// worked on the next one is on its way. A thread copies and reads only its own columns, so only the two sums of a row need a barrier.
+template <int THREADS, int CH, int PER_SM>
+__global__ void __launch_bounds__(THREADS, PER_SM) drafter_input_backward(Inputs in, const __nv_bfloat16* grad, int64_t grad_stride, __nv_bfloat16* d_rows,
+                                                                          __nv_bfloat16* d_state, float* sums) {
     constexpr int WARPS = THREADS / 32;
-    extern __shared__ uint4 buffer[];  // [STAGES][x, g][CH * THREADS]; at the end the block's sums
+    extern __shared__ uint4 buffer[];  // [2 stages][x, g][CH * THREADS]
     __shared__ float partial[2][2][WARPS];
-    const int step = gridDim.x / 2, side = (int)blockIdx.x >= step, tid = threadIdx.x, vectors = in.h / 8, n = (int)in.n;
+    const int tid = threadIdx.x, side = blockIdx.x % 2, vectors = in.h / 8, step = gridDim.x / 2, n = (int)in.n;
     float dw[CH][8] = {};
     __nv_bfloat16* d_x = side ? d_state : d_rows;
     auto slot = [&](int stage, int which, int c) -> uint4& { return buffer[((stage * 2 + which) * CH + c) * THREADS + tid]; };
@@ -123,18 +119,14 @@ __global__ void __cluster_dims__(BACKWARD_CLUSTER, 1, 1) __launch_bounds__(THREA
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
     };
-    int row = blockIdx.x - side * step, stage = 0, parity = 0;
-    const __nv_bfloat16* ahead[STAGES];  // sources of this row and the next ones: an id is read long before its row is asked for
-#pragma unroll
-    for (int i = 0; i < STAGES; i++) ahead[i] = row + i * step < n ? source(in, row + i * step, side) : nullptr;
-#pragma unroll
-    for (int i = 0; i + 1 < STAGES; i++) request(i, row + i * step, ahead[i]);
-    for (; row < n; row += step, stage = stage + 1 == STAGES ? 0 : stage + 1, parity ^= 1) {
-        const int last = row + (STAGES - 1) * step;
-        request(stage == 0 ? STAGES - 1 : stage - 1, last, ahead[STAGES - 1]);
-        const __nv_bfloat16* after = last + step < n ? source(in, last + step, side) : nullptr;
-        const __nv_bfloat16* x = ahead[0];
-        asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
+    int row = blockIdx.x / 2, stage = 0;
+    const __nv_bfloat16* x = row < n ? source(in, row, side) : nullptr;
+    request(0, row, x);
+    const __nv_bfloat16* next_x = row + step < n ? source(in, row + step, side) : nullptr;
+    for (; row < n; row += step, stage ^= 1) {
+        request(stage ^ 1, row + step, next_x);
+        const __nv_bfloat16* after = row + 2 * step < n ? source(in, row + 2 * step, side) : nullptr;  // an id read now is there when it is needed
+        asm volatile("cp.async.wait_group 1;" ::: "memory");
         float square = 0.f, dot = 0.f;
 #pragma unroll
         for (int c = 0; c < CH; c++) {
@@ -153,12 +145,12 @@ __global__ void __cluster_dims__(BACKWARD_CLUSTER, 1, 1) __launch_bounds__(THREA
         square = warp_sum(square);
         dot = warp_sum(dot);
         if (tid % 32 == 0) {
-            partial[parity][0][tid / 32] = square;
-            partial[parity][1][tid / 32] = dot;
+            partial[stage][0][tid / 32] = square;
+            partial[stage][1][tid / 32] = dot;
         }
         __syncthreads();  // partial has two copies: nobody is two rows ahead
-        square = warp_sum(tid % 32 < WARPS ? partial[parity][0][tid % 32] : 0.f);
-        dot = warp_sum(tid % 32 < WARPS ? partial[parity][1][tid % 32] : 0.f);
+        square = warp_sum(tid % 32 < WARPS ? partial[stage][0][tid % 32] : 0.f);
+        dot = warp_sum(tid % 32 < WARPS ? partial[stage][1][tid % 32] : 0.f);
         const float rstd = x ? rsqrtf(square / in.h + in.eps) : NAN;
         const float pull = dot * rstd * rstd / in.h;  // times x: xhat * mean(g * w * xhat)
 #pragma unroll
@@ -176,36 +168,17 @@ __global__ void __cluster_dims__(BACKWARD_CLUSTER, 1, 1) __launch_bounds__(THREA
             for (int j = 0; j < 8; j++) e[j] = rstd * fmaf(g[j], w[j], -e[j] * pull);
             __stcs(reinterpret_cast<uint4*>(d_x + (int64_t)row * in.h) + at, uint4{pack(e[0], e[1]), pack(e[2], e[3]), pack(e[4], e[5]), pack(e[6], e[7])});
         }
-#pragma unroll
-        for (int i = 0; i + 1 < STAGES; i++) ahead[i] = ahead[i + 1];
-        ahead[STAGES - 1] = after;
+        x = next_x;
+        next_x = after;
     }
-    // a cluster adds its blocks' sums up before they go to memory: a quarter of the bytes
-    namespace cg = cooperative_groups;
-    cg::cluster_group cluster = cg::this_cluster();
-    float4* mine = reinterpret_cast<float4*>(buffer);
-    asm volatile("cp.async.wait_all;" ::: "memory");
-    __syncthreads();  // the other threads' columns are no longer needed either
+    float4* to = reinterpret_cast<float4*>(sums + (int64_t)(blockIdx.x / 2 * 2 + side) * in.h);
 #pragma unroll
     for (int c = 0; c < CH; c++) {
         const int at = c * THREADS + tid;
         if (at >= vectors) break;
-        mine[2 * at] = {dw[c][0], dw[c][1], dw[c][2], dw[c][3]};
-        mine[2 * at + 1] = {dw[c][4], dw[c][5], dw[c][6], dw[c][7]};
+        to[2 * at] = {dw[c][0], dw[c][1], dw[c][2], dw[c][3]};
+        to[2 * at + 1] = {dw[c][4], dw[c][5], dw[c][6], dw[c][7]};
     }
-    cluster.sync();
-    const int rank = (int)cluster.block_rank();
-    float4* to = reinterpret_cast<float4*>(sums + (int64_t)((blockIdx.x - side * step) / BACKWARD_CLUSTER * 2 + side) * in.h);
-    for (int at = rank * THREADS + tid; at < 2 * vectors; at += BACKWARD_CLUSTER * THREADS) {
-        float4 sum = mine[at];
-#pragma unroll
-        for (int other = 1; other < BACKWARD_CLUSTER; other++) {
-            const float4 part = cluster.map_shared_rank(mine, (rank + other) % BACKWARD_CLUSTER)[at];
-            sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
-        }
-        to[at] = sum;
-    }
-    cluster.sync();  // a block's shared memory must outlive its readers
 }
 
 // sums [blocks, 2, h] -> the two weight gradients. 32 columns a block, 16 threads a column.
@@ -226,11 +199,11 @@ __global__ void __launch_bounds__(512) add_weight_sums(const float* sums, int bl
     else static_cast<__nv_bfloat16*>(to)[at] = __float2bfloat16(sum);
 }
 
-template <int THREADS, int CH, int PER_SM, int STAGES>
+template <int THREADS, int CH, int PER_SM>
 int launch_backward(const Inputs& in, const __nv_bfloat16* grad, int64_t grad_stride, __nv_bfloat16* d_rows, __nv_bfloat16* d_state, float* sums, int blocks,
                     cudaStream_t stream) {
-    constexpr int BYTES = 2 * STAGES * CH * THREADS * 16;
-    const auto kernel = drafter_input_backward<THREADS, CH, PER_SM, STAGES>;
+    constexpr int BYTES = 4 * CH * THREADS * 16;
+    const auto kernel = drafter_input_backward<THREADS, CH, PER_SM>;
     if (const cudaError_t code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES)) return code;
     kernel<<<2 * blocks, THREADS, BYTES, stream>>>(in, grad, grad_stride, d_rows, d_state, sums);
     return cudaGetLastError();
@@ -265,8 +238,8 @@ __global__ void __launch_bounds__(256) drafter_input_backward_any(Inputs in, con
 int prepare_drafter_input() {
     cudaFuncAttributes info;
     const void* kernels[] = {(const void*)drafter_input_forward<64, 4>, (const void*)drafter_input_forward<128, 4>, (const void*)drafter_input_forward<128, 7>,
-                             (const void*)drafter_input_forward<256, 8>, (const void*)drafter_input_forward_any, (const void*)drafter_input_backward<256, 2, 3, 3>,
-                             (const void*)drafter_input_backward<448, 2, 2, 3>, (const void*)drafter_input_backward<384, 4, 1, 2>,
+                             (const void*)drafter_input_forward<256, 8>, (const void*)drafter_input_forward_any, (const void*)drafter_input_backward<256, 2, 3>,
+                             (const void*)drafter_input_backward<448, 2, 2>, (const void*)drafter_input_backward<384, 4, 1>,
                              (const void*)drafter_input_backward_any, (const void*)add_weight_sums};
     for (const void* kernel : kernels)
         if (const cudaError_t code = cudaFuncGetAttributes(&info, kernel)) return code;
@@ -300,9 +273,9 @@ extern "C" int aerie_backward_blocks(int64_t h) {
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
     const int wanted = h <= 4096 ? 3 : h <= 7168 ? 2 : 1;  // as the launch below
-    const int bytes = (h <= 4096 ? 2 * 256 * 3 : h <= 7168 ? 2 * 448 * 3 : 4 * 384 * 2) * 32 + 2048;
+    const int bytes = (h <= 4096 ? 2 * 256 : h <= 7168 ? 2 * 448 : 4 * 384) * 64 + 2048;
     const int per_sm = shared / bytes < wanted ? shared / bytes : wanted, blocks = aerie::multiprocessors() * per_sm / 2;
-    return blocks < aerie::BACKWARD_CLUSTER ? aerie::BACKWARD_CLUSTER : blocks / aerie::BACKWARD_CLUSTER * aerie::BACKWARD_CLUSTER;
+    return blocks > 0 ? blocks : 1;
 }
 
 extern "C" int aerie_drafter_input_backward(const void* grad, int64_t grad_stride, const void* ids, int ids64, const void* table, int64_t table_stride,
@@ -317,16 +290,15 @@ extern "C" int aerie_drafter_input_backward(const void* grad, int64_t grad_strid
                     weights32 != 0, n, (int)h, eps, vector};
     const auto* g = (const __nv_bfloat16*)grad;
     auto *rows = (__nv_bfloat16*)d_rows, *d = (__nv_bfloat16*)d_state;
-    int code, parts = blocks / BACKWARD_CLUSTER;
-    if (vector && h <= 4096) code = launch_backward<256, 2, 3, 3>(in, g, grad_stride, rows, d, sums, blocks, stream);
-    else if (vector && h <= 7168) code = launch_backward<448, 2, 2, 3>(in, g, grad_stride, rows, d, sums, blocks, stream);
-    else if (vector && h <= 12288) code = launch_backward<384, 4, 1, 2>(in, g, grad_stride, rows, d, sums, blocks, stream);
+    int code;
+    if (vector && h <= 4096) code = launch_backward<256, 2, 3>(in, g, grad_stride, rows, d, sums, blocks, stream);
+    else if (vector && h <= 7168) code = launch_backward<448, 2, 2>(in, g, grad_stride, rows, d, sums, blocks, stream);
+    else if (vector && h <= 12288) code = launch_backward<384, 4, 1>(in, g, grad_stride, rows, d, sums, blocks, stream);
     else {
-        parts = blocks;
         drafter_input_backward_any<<<2 * blocks, 256, 0, stream>>>(in, g, grad_stride, rows, d, sums);
         code = cudaGetLastError();
     }
     if (code) return code;
-    add_weight_sums<<<(unsigned)((2 * h + 31) / 32), 512, 0, stream>>>(sums, parts, (int)h, d_embed_weight, d_state_weight, weights32 != 0);
+    add_weight_sums<<<(unsigned)((2 * h + 31) / 32), 512, 0, stream>>>(sums, blocks, (int)h, d_embed_weight, d_state_weight, weights32 != 0);
     return cudaGetLastError();
 }

@@ -89,31 +89,24 @@ __device__ __forceinline__ Stats combine(Stats s) {
     return s;
 }
 
-// POLY of the four words of 16 bytes take one of their two exponentials from the multiply-add units.
-template <bool POLY>
-__device__ __forceinline__ float exp2_on(float x) {
-    return POLY ? exp2_poly(x) : exp2_fast(x);
-}
-
-template <bool PLAIN_ROW, bool GUARD, bool POLY>
+template <bool PLAIN_ROW, bool GUARD>
 __device__ __forceinline__ void first_look(uint32_t d, uint32_t t, float d_shift, Stats& s) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const float d2 = relative<PLAIN_ROW>(half ? high(d) : low(d), d_shift);
-        const float t2 = relative<PLAIN_ROW>(half ? high(t) : low(t), s.t_max);
-        const float p = half ? exp2_fast(t2) : exp2_on<POLY>(t2);
-        s.d_sum += half ? exp2_fast(d2) : exp2_on<POLY>(d2);
+        const float p = exp2_fast(relative<PLAIN_ROW>(half ? high(t) : low(t), s.t_max));
+        s.d_sum += exp2_fast(d2);
         s.p_sum += p;
-        if (!GUARD || p > 0.f) s.cross = fmaf(p, d2, s.cross);  // without the guard -inf makes cross NaN or infinite: then this is done again
+        if (!GUARD || p > 0.f) s.cross = fmaf(p, d2, s.cross);  // without the guard 0 * -inf makes cross NaN: then this is done again
     }
 }
 
-template <bool PLAIN_ROW, bool GUARD, int POLY>
+template <bool PLAIN_ROW, bool GUARD>
 __device__ __forceinline__ void first_look(const uint4& d, const uint4& t, float d_shift, Stats& s) {
-    first_look<PLAIN_ROW, GUARD, (POLY > 0)>(d.x, t.x, d_shift, s);
-    first_look<PLAIN_ROW, GUARD, (POLY > 1)>(d.y, t.y, d_shift, s);
-    first_look<PLAIN_ROW, GUARD, (POLY > 2)>(d.z, t.z, d_shift, s);
-    first_look<PLAIN_ROW, GUARD, (POLY > 3)>(d.w, t.w, d_shift, s);
+    first_look<PLAIN_ROW, GUARD>(d.x, t.x, d_shift, s);
+    first_look<PLAIN_ROW, GUARD>(d.y, t.y, d_shift, s);
+    first_look<PLAIN_ROW, GUARD>(d.z, t.z, d_shift, s);
+    first_look<PLAIN_ROW, GUARD>(d.w, t.w, d_shift, s);
 }
 
 // What the second look needs, the same for all threads.
@@ -157,27 +150,26 @@ __device__ __forceinline__ Row finish(Stats s, bool has_lse, float weight, bool 
     return r;
 }
 
-template <bool PLAIN_ROW, bool POLY>
+template <bool PLAIN_ROW>
 __device__ __forceinline__ uint32_t second_look(uint32_t d, uint32_t t, const Row& r, float& accept) {
     float g[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const float d2 = relative<PLAIN_ROW>(half ? high(d) : low(d), r.d_max), t2 = relative<PLAIN_ROW>(half ? high(t) : low(t), r.t_max);
-        const float q2 = PLAIN_ROW ? d2 : d2 - r.q_log, p2 = PLAIN_ROW ? t2 : t2 - r.p_log;
-        const float q = half ? exp2_fast(q2) : exp2_on<POLY>(q2), p = half ? exp2_fast(p2) : exp2_on<POLY>(p2);
+        const float q = exp2_fast(PLAIN_ROW ? d2 : d2 - r.q_log), p = exp2_fast(PLAIN_ROW ? t2 : t2 - r.p_log);
         accept += fminf(p, q);
         g[half] = fmaf(r.q_scale, q, -r.p_scale * p);
     }
     return pack(g[0], g[1]);
 }
 
-template <bool PLAIN_ROW, int POLY>
+template <bool PLAIN_ROW>
 __device__ __forceinline__ uint4 second_look(const uint4& d, const uint4& t, const Row& r, float& accept) {
     uint4 g;
-    g.x = second_look<PLAIN_ROW, (POLY > 0)>(d.x, t.x, r, accept);
-    g.y = second_look<PLAIN_ROW, (POLY > 1)>(d.y, t.y, r, accept);
-    g.z = second_look<PLAIN_ROW, (POLY > 2)>(d.z, t.z, r, accept);
-    g.w = second_look<PLAIN_ROW, (POLY > 3)>(d.w, t.w, r, accept);
+    g.x = second_look<PLAIN_ROW>(d.x, t.x, r, accept);
+    g.y = second_look<PLAIN_ROW>(d.y, t.y, r, accept);
+    g.z = second_look<PLAIN_ROW>(d.z, t.z, r, accept);
+    g.w = second_look<PLAIN_ROW>(d.w, t.w, r, accept);
     return g;
 }
 
@@ -228,11 +220,10 @@ __device__ __forceinline__ void write_outputs(const Args& a, int64_t row, const 
 }
 
 // A cluster of CLUSTER blocks a row; shared memory holds 2 * ceil(vd / 8 / CLUSTER) * 16 bytes a block. vd is a multiple of 8, everything on 16 bytes.
-template <int THREADS, int CLUSTER, int POLY>
+template <int THREADS, int CLUSTER>
 __global__ void __launch_bounds__(THREADS) soft_target_resident(Args a) {
     namespace cg = cooperative_groups;
     constexpr int WARPS = THREADS / 32, PARTS = WARPS * CLUSTER;
-    constexpr int WIDTH = PARTS <= 1 ? 1 : PARTS <= 2 ? 2 : PARTS <= 4 ? 4 : PARTS <= 8 ? 8 : PARTS <= 16 ? 16 : 32;  // lanes that bring the parts together
     static_assert(PARTS <= 32, "one lane a warp of the cluster");
     extern __shared__ uint4 buffer[];  // [2][mine]: draft, target
     // Read by the other blocks behind the next barrier while this one is already a row further: two copies of what is written before the barrier, three of what
@@ -300,12 +291,12 @@ __global__ void __launch_bounds__(THREADS) soft_target_resident(Args a) {
             s = none;
             if (usual) {
 #pragma unroll 2
-                for (int i = tid; i < mine; i += THREADS) first_look<true, false, POLY>(d_buf[i], t_buf[i], d_shift, s);
+                for (int i = tid; i < mine; i += THREADS) first_look<true, false>(d_buf[i], t_buf[i], d_shift, s);
             }
-            if (!usual || __any_sync(~0u, !(fabsf(s.cross) < INFINITY))) {  // rare: huge logits, or -inf in both
+            if (!usual || __any_sync(~0u, s.cross != s.cross)) {  // rare: huge logits, or -inf in both
                 s = none;
 #pragma unroll 1
-                for (int i = tid; i < mine; i += THREADS) first_look<false, true, 0>(d_buf[i], t_buf[i], d_shift, s);
+                for (int i = tid; i < mine; i += THREADS) first_look<false, true>(d_buf[i], t_buf[i], d_shift, s);
             }
             s.d_sum = warp_sum(s.d_sum);
             s.p_sum = warp_sum(s.p_sum);
@@ -322,9 +313,8 @@ __global__ void __launch_bounds__(THREADS) soft_target_resident(Args a) {
         const uint4 *next_d = draft_row(next), *next_t = target_row(next_meta);
         float accept = 0.f;
         if (live) {
-            const int part = lane % WIDTH;
-            s = part < PARTS ? *cluster.map_shared_rank(&warp_stats[step % 2][part % WARPS], part / WARPS) : Stats{-INFINITY, 0.f, -BIG, 0.f, 0.f};
-            s = combine<WIDTH>(s);
+            const int part = lane % PARTS;
+            s = combine<PARTS>(*cluster.map_shared_rank(&warp_stats[step % 2][part % WARPS], part / WARPS));
             const Row r = finish(s, a.lse != nullptr, meta.weight, a.renormalize);
             loss = r.loss;
             if (my_top == s.d_top) {  // few threads
@@ -339,7 +329,7 @@ __global__ void __launch_bounds__(THREADS) soft_target_resident(Args a) {
             auto look = [&](auto usual) {
 #pragma unroll 2
                 for (int i = tid; i < mine; i += THREADS) {
-                    const uint4 g = second_look<decltype(usual)::value, decltype(usual)::value ? POLY : 0>(d_buf[i], t_buf[i], r, accept);
+                    const uint4 g = second_look<decltype(usual)::value>(d_buf[i], t_buf[i], r, accept);
                     if (next_live) request(i, next_d, next_t);
                     if (g_row) __stcs(g_row + i, g);
                 }
@@ -403,7 +393,7 @@ __global__ void __launch_bounds__(WIDE, 2) soft_target_wide(Args a) {
         const float value = one(d + at);
         if (value > s.d_top || (value == s.d_top && at < top_at)) top_at = at;
         raise(value, one(t + at));
-        first_look<false, true, false>(single(d + at), single(t + at), shift_of(s.d_top), s);
+        first_look<false, true>(single(d + at), single(t + at), shift_of(s.d_top), s);
     }
     for (int i = tid; i < vectors; i += WIDE) {
         const uint4 x = dv[i], y = tv[i];
@@ -413,7 +403,7 @@ __global__ void __launch_bounds__(WIDE, 2) soft_target_wide(Args a) {
             if (in8 < 8) top_at = here > s.d_top ? head + i * 8 + in8 : min(top_at, head + i * 8 + in8);
         }
         raise(here, a.lse ? 0.f : max8(y));
-        first_look<false, true, 0>(x, y, shift_of(s.d_top), s);
+        first_look<false, true>(x, y, shift_of(s.d_top), s);
     }
     const float top = s.d_top;
     s = combine<32>(s);
@@ -426,12 +416,12 @@ __global__ void __launch_bounds__(WIDE, 2) soft_target_wide(Args a) {
 
     float accept = 0.f;
     for (int i = tid; i < vectors; i += WIDE) {
-        const uint4 out = r.plain ? second_look<true, 0>(dv[i], tv[i], r, accept) : second_look<false, 0>(dv[i], tv[i], r, accept);
+        const uint4 out = r.plain ? second_look<true>(dv[i], tv[i], r, accept) : second_look<false>(dv[i], tv[i], r, accept);
         if (g) __stcs(reinterpret_cast<uint4*>(g + head) + i, out);
     }
     for (int i = tid; i < singles; i += WIDE) {
         const int at = i < head || !together ? i : tail + i - head;
-        const uint32_t x = single(d + at), y = single(t + at), out = r.plain ? second_look<true, false>(x, y, r, accept) : second_look<false, false>(x, y, r, accept);
+        const uint32_t x = single(d + at), y = single(t + at), out = r.plain ? second_look<true>(x, y, r, accept) : second_look<false>(x, y, r, accept);
         if (g) g[at] = __ushort_as_bfloat16((unsigned short)(out & 0xFFFFu));
     }
     accept = warp_sum(accept);
@@ -450,9 +440,9 @@ __global__ void __launch_bounds__(256) scale_rows(__nv_bfloat16* grad, int64_t s
     for (int i = threadIdx.x; i < v; i += 256) row[i] = __float2bfloat16(one(row + i) * factor);
 }
 
-template <int THREADS, int CLUSTER, int POLY>
+template <int THREADS, int CLUSTER>
 int launch_resident(const Args& a, cudaStream_t stream) {
-    const auto kernel = soft_target_resident<THREADS, CLUSTER, POLY>;
+    const auto kernel = soft_target_resident<THREADS, CLUSTER>;
     const int share = (a.vd / 8 + CLUSTER - 1) / CLUSTER, bytes = 2 * share * (int)sizeof(uint4);
     cudaError_t code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (code != cudaSuccess) return code;
@@ -481,12 +471,11 @@ struct Variant {
     int cluster;
 };
 constexpr int LIMIT = 98 * 1024;  // bytes of dynamic shared memory a block: 99 KB on SM120, less the static part and 1 KB that the system takes
-template <int THREADS, int CLUSTER, int POLY>
+template <int THREADS, int CLUSTER>
 constexpr Variant variant_of() {
-    return {launch_resident<THREADS, CLUSTER, POLY>, (const void*)soft_target_resident<THREADS, CLUSTER, POLY>, CLUSTER};
+    return {launch_resident<THREADS, CLUSTER>, (const void*)soft_target_resident<THREADS, CLUSTER>, CLUSTER};
 }
-const Variant VARIANTS[] = {variant_of<128, 1, 0>(), variant_of<128, 2, 0>(), variant_of<128, 4, 0>(), variant_of<128, 8, 0>(), variant_of<128, 2, 1>(),
-                            variant_of<128, 2, 2>(), variant_of<128, 2, 3>(), variant_of<128, 4, 2>(), variant_of<192, 2, 2>(), variant_of<256, 2, 2>()};
+const Variant VARIANTS[] = {variant_of<128, 1>(), variant_of<128, 2>(), variant_of<128, 4>(), variant_of<128, 8>()};
 constexpr int VARIANT_COUNT = sizeof(VARIANTS) / sizeof(VARIANTS[0]);
 
 int prepare_soft_target() {

@@ -1,15 +1,17 @@
 // Op 3: the k largest of a row (k <= 32) with log-probabilities, mapped to target ids. One launch: a cluster of blocks shares a row.
 //
-// A logit is ordered by its bits, and by its column where values tie (the lower one first). Each lane knows its largest; a warp takes
-// its k largest one after another, and only the lane that had the last one looks at its columns again. The block ranks its warps' k best, block 0 the blocks'.
-// The work is short, so what counts is latency and code size (each instruction is fetched once): loops are not unrolled more than needed.
+// Every logit becomes a key that sorts like (value, lower column first) and is unique, so ties need no care. k = 1 (a chain) is a reduction. For k > 1 a thread
+// keeps its largest key; the k-th largest of a block's thread maxima is a floor under the block's k best, so only the k threads above it look at their columns
+// again and hand in at most k * (columns a thread) keys. Block 0 ranks the blocks' k best the same way. The work is short: what counts is latency and code size,
+// since every instruction is fetched once. (Columns held in registers over unrolled loops, and a warp that takes its k best one after another, were slower.)
 #include <cooperative_groups.h>
 
 #include "common.cuh"
 
 namespace aerie {
 
-constexpr int MAX_K = 32, TOPK_THREADS = 256, TOPK_WARPS = TOPK_THREADS / 32;
+constexpr int MAX_K = 32, TOPK_THREADS = 256, TOPK_WARPS = TOPK_THREADS / 32;  // of draft_best
+constexpr int RANKED_CLUSTER = 8;
 
 __device__ __forceinline__ uint32_t order_of(float value) {  // never 0; -0 and 0 tie; NaN is above all, as in torch.topk
     const uint32_t bits = __float_as_uint(value + 0.f);
@@ -39,12 +41,11 @@ struct TopkExtras {
 };
 
 template <typename T, int CLUSTER>
-__global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(TOPK_THREADS) draft_topk(const T* logits, int64_t stride, const int64_t* d2t, int v, int k,
+__global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(TOPK_THREADS) draft_best(const T* logits, int64_t stride, const int64_t* d2t, int v,
                                                                                            float* log_probs, int64_t* ids, TopkExtras extras) {
     namespace cg = cooperative_groups;
     constexpr int EACH = 16 / sizeof(T);
-    static_assert(TOPK_WARPS * MAX_K == TOPK_THREADS, "a slot a thread");
-    __shared__ uint64_t candidates[TOPK_THREADS], best[MAX_K], merged[CLUSTER * MAX_K];
+    __shared__ uint64_t warp_best[TOPK_WARPS], best;
     __shared__ float part_max[TOPK_WARPS], part_sum[TOPK_WARPS], block_max, block_sum;
     cg::cluster_group cluster = cg::this_cluster();
     const int tid = threadIdx.x, lane = tid % 32, rank = (int)cluster.block_rank(), where = rank * TOPK_THREADS + tid;
@@ -52,9 +53,6 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(TOPK_THREADS) 
     const T* row = logits + row_at * stride;
     const int head = min(v, (int)((16 - (uintptr_t)row % 16) % 16 / sizeof(T))), vectors = (v - head) / EACH, tail = head + vectors * EACH;
     const uint4* body = reinterpret_cast<const uint4*>(row + head);
-    candidates[tid] = 0;
-    if (tid < MAX_K) best[tid] = 0;
-    __syncwarp();
 
     // a thread's columns in ascending order: vectors `where`, `where` + all threads, ...; the few off 16 bytes go to the cluster's first threads
     auto each = [&](auto&& use) {
@@ -75,67 +73,133 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(TOPK_THREADS) 
         if (o > order) order = o, column = c;
     });
     // the warp's part of the log-sum-exp, relative to its largest value
-    const uint32_t warp_best = __reduce_max_sync(~0u, order);
-    const float top = warp_best ? finite_shift(value_of(warp_best)) : -BIG;
+    const uint32_t largest = __reduce_max_sync(~0u, order);
+    const float top = largest ? finite_shift(value_of(largest)) : -BIG;
     float sum = 0.f;
     each([&](float value, int) { sum += exp2_fast((value - top) * LOG2E); });
     sum = warp_sum(sum);
-    if (lane == 0) part_max[tid / 32] = top, part_sum[tid / 32] = sum;
-
-    // the k largest of the warp, one after another: the lane that had it looks for its next one
-    uint64_t mine = order ? key_of(order, column) : 0;
-    for (int i = 0; i < k; i++) {
-        const uint32_t largest = __reduce_max_sync(~0u, (uint32_t)(mine >> 32));
-        if (largest == 0) break;  // nothing left
-        const bool tied = (uint32_t)(mine >> 32) == largest;
-        const uint32_t lowest = __reduce_max_sync(~0u, tied ? (uint32_t)mine : 0u);  // ~column
-        if (tied && (uint32_t)mine == lowest) {
-            const uint64_t last = mine;
-            candidates[tid / 32 * MAX_K + i] = last;
-            mine = 0;
-            if (i + 1 < k)
-                each([&](float value, int c) {
-                    const uint64_t key = key_of(order_of(value), c);
-                    if (key < last && key > mine) mine = key;
-                });
-        }
-    }
+    const uint32_t first = __reduce_min_sync(~0u, order == largest ? (uint32_t)column : ~0u);  // the lowest column of those that have it
+    if (lane == 0) part_max[tid / 32] = top, part_sum[tid / 32] = sum, warp_best[tid / 32] = largest ? key_of(largest, (int)first) : 0;
     __syncthreads();
-    if (tid < 32) {  // log-sum-exp of the block
+    if (tid < 32) {  // of the block: log-sum-exp and best
         const float m = tid < TOPK_WARPS ? part_max[tid] : -BIG, s = tid < TOPK_WARPS ? part_sum[tid] : 0.f;
         const float all = warp_max(m), total = warp_sum(s * exp2_fast((m - all) * LOG2E));
-        if (tid == 0) block_max = all, block_sum = total;
+        uint64_t key = tid < TOPK_WARPS ? warp_best[tid] : 0;
+#pragma unroll
+        for (int step = TOPK_WARPS / 2; step; step >>= 1) key = max(key, __shfl_xor_sync(~0u, key, step));
+        if (tid == 0) block_max = all, block_sum = total, best = key;
     }
-    if (const uint64_t key = candidates[tid]) {  // a slot a thread
+    cluster.sync();
+    if (rank == 0 && tid < 32) {
+        uint64_t key = lane < CLUSTER ? *cluster.map_shared_rank(&best, lane) : 0;
+        const float m = lane < CLUSTER ? *cluster.map_shared_rank(&block_max, lane) : -BIG;
+        const float s = lane < CLUSTER ? *cluster.map_shared_rank(&block_sum, lane) : 0.f;
+#pragma unroll
+        for (int step = CLUSTER / 2; step; step >>= 1) key = max(key, __shfl_xor_sync(~0u, key, step));
+        const float top_of_all = warp_max(m), sum_of_all = warp_sum(s * exp2_fast((m - top_of_all) * LOG2E));
+        if (lane == 0) {
+            const int c = (int)~(uint32_t)key;
+            const int64_t id = c + (d2t ? __ldg(d2t + c) : 0);
+            const float log_prob = value_of((uint32_t)(key >> 32)) - (top_of_all + logf(sum_of_all));
+            log_probs[row_at] = extras.probabilities ? expf(log_prob) : log_prob;
+            ids[row_at] = id;
+            if (extras.tokens) extras.tokens[row_at * extras.tokens_stride] = id;
+            if (extras.positions) extras.positions[row_at]++;
+        }
+    }
+    cluster.sync();  // a block's shared memory must outlive its readers
+}
+
+template <typename T, int THREADS>
+__global__ void __cluster_dims__(RANKED_CLUSTER, 1, 1) __launch_bounds__(THREADS) draft_topk(const T* logits, int64_t stride, const int64_t* d2t, int v, int k,
+                                                                                      float* log_probs, int64_t* ids, TopkExtras extras) {
+    namespace cg = cooperative_groups;
+    constexpr int PER_THREAD = 32, EACH = 16 / sizeof(T);  // columns of a thread at most, columns in 16 bytes
+    __shared__ uint64_t maxima[THREADS], candidates[MAX_K * PER_THREAD], best[MAX_K], merged[RANKED_CLUSTER * MAX_K];
+    __shared__ float part_max[THREADS / 32], part_sum[THREADS / 32], block_max, block_lse_sum;
+    __shared__ int count;
+    __shared__ uint64_t floor_key;
+    cg::cluster_group cluster = cg::this_cluster();
+    const int tid = threadIdx.x, rank = (int)cluster.block_rank(), where = rank * THREADS + tid;
+    const int64_t row_at = blockIdx.x / RANKED_CLUSTER;
+    const T* row = logits + row_at * stride;
+    const int head = min(v, (int)((16 - (uintptr_t)row % 16) % 16 / sizeof(T))), vectors = (v - head) / EACH, tail = head + vectors * EACH;
+    const uint4* body = reinterpret_cast<const uint4*>(row + head);
+    if (tid == 0) count = 0;
+    if (tid < MAX_K) best[tid] = 0;
+
+    // a thread's columns: vectors `where`, `where` + all threads, ...; the few off 16 bytes go to the cluster's first threads
+    auto each = [&](auto&& use) {
+        for (int i = where; i < vectors; i += THREADS * RANKED_CLUSTER) {
+            float x[EACH];
+            unpack(__ldg(body + i), row, x);
+#pragma unroll
+            for (int j = 0; j < EACH; j++) use(x[j], head + i * EACH + j);
+        }
+        if (where < head) use(one(row + where), where);
+        if (where < v - tail) use(one(row + tail + where), tail + where);
+    };
+    uint64_t mine = 0;
+    float top = -BIG, sum = 0.f;
+    each([&](float value, int column) {
+        mine = max(mine, key_of(order_of(value), column));
+        const float shift = fmaxf(top, finite_shift(value));
+        sum = sum * exp2_fast((top - shift) * LOG2E) + exp2_fast((value - shift) * LOG2E);
+        top = shift;
+    });
+    maxima[tid] = mine;
+    const float warp_top = warp_max(top);
+    sum = warp_sum(sum * exp2_fast((top - warp_top) * LOG2E));
+    if (tid % 32 == 0) part_max[tid / 32] = warp_top, part_sum[tid / 32] = sum;
+    __syncthreads();
+    if (tid < 32) {  // log-sum-exp of the block
+        const float m = tid < THREADS / 32 ? part_max[tid] : -BIG, s = tid < THREADS / 32 ? part_sum[tid] : 0.f;
+        const float all = warp_max(m), total = warp_sum(s * exp2_fast((m - all) * LOG2E));
+        if (tid == 0) block_max = all, block_lse_sum = total;
+    }
+    int ahead = 0;
+#pragma unroll 8
+    for (int i = 0; i < THREADS; i += 2) {
+        const ulonglong2 two = *reinterpret_cast<const ulonglong2*>(&maxima[i]);
+        ahead += (two.x > mine) + (two.y > mine);
+    }
+    if (mine && ahead < k)  // among the k best maxima; a thread without columns has key 0
+        each([&](float value, int column) {
+            const uint64_t key = key_of(order_of(value), column);
+            candidates[atomicAdd(&count, 1)] = key;
+        });
+    if (mine && ahead == k - 1) floor_key = mine;
+    const int with_columns = __syncthreads_count(mine != 0);
+    const uint64_t floor = with_columns >= k ? floor_key : 0;
+    const int total = count;
+    for (int i = tid; i < total; i += THREADS) {
+        const uint64_t key = candidates[i];
+        if (key < floor) continue;
         int before = 0;
-        for (int w = 0; w < TOPK_WARPS; w++)
-#pragma unroll 4
-            for (int j = 0; j < k; j++) before += candidates[w * MAX_K + j] > key;
+        for (int j = 0; j < total; j++) before += candidates[j] > key;
         if (before < k) best[before] = key;
     }
     cluster.sync();
     if (rank == 0) {
-        const int all = CLUSTER * k;
-        uint64_t key = 0;
-        int64_t id = 0;
-        if (tid < all) {
-            key = cluster.map_shared_rank(best, tid / k)[tid % k];
-            merged[tid] = key;
-            const int c = (int)~(uint32_t)key;
-            if (key) id = c + (d2t ? __ldg(d2t + c) : 0);  // asked for early: it arrives while the keys are ranked
+        const int all = RANKED_CLUSTER * k;
+        for (int i = tid; i < all; i += THREADS) merged[i] = cluster.map_shared_rank(best, i / k)[i % k];
+        __shared__ float lse;
+        if (tid < 32) {
+            const float m = tid < RANKED_CLUSTER ? *cluster.map_shared_rank(&block_max, tid) : -BIG;
+            const float s = tid < RANKED_CLUSTER ? *cluster.map_shared_rank(&block_lse_sum, tid) : 0.f;
+            const float top_of_all = warp_max(m), sum_of_all = warp_sum(s * exp2_fast((m - top_of_all) * LOG2E));
+            if (tid == 0) lse = top_of_all + logf(sum_of_all);
         }
-        // every warp for itself, so that nobody waits
-        const float m = lane < CLUSTER ? *cluster.map_shared_rank(&block_max, lane) : -BIG;
-        const float s = lane < CLUSTER ? *cluster.map_shared_rank(&block_sum, lane) : 0.f;
-        const float top_of_all = warp_max(m), sum_of_all = warp_sum(s * exp2_fast((m - top_of_all) * LOG2E));
         __syncthreads();
-        if (key) {
+        for (int i = tid; i < all; i += THREADS) {
+            const uint64_t key = merged[i];
             int before = 0;
-#pragma unroll 4
             for (int j = 0; j < all; j++) before += merged[j] > key;
-            if (before < k) {
-                const float log_prob = value_of((uint32_t)(key >> 32)) - (top_of_all + logf(sum_of_all));
+            if (key && before < k) {
+                const int column = (int)~(uint32_t)key;
+                const float log_prob = value_of((uint32_t)(key >> 32)) - lse;
                 log_probs[row_at * k + before] = extras.probabilities ? expf(log_prob) : log_prob;
+                const int64_t id = column + (d2t ? d2t[column] : 0);
                 ids[row_at * k + before] = id;
                 if (before == 0 && extras.tokens) extras.tokens[row_at * extras.tokens_stride] = id;
                 if (before == 0 && extras.positions) extras.positions[row_at]++;
@@ -145,17 +209,27 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(TOPK_THREADS) 
     cluster.sync();  // a block's shared memory must outlive its readers
 }
 
-template <typename T, int CLUSTER>
+template <typename T>
 int launch_topk(const void* logits, int64_t stride, const int64_t* d2t, int64_t n, int64_t v, int k, float* log_probs, int64_t* ids, TopkExtras extras,
                 cudaStream_t stream) {
-    draft_topk<T, CLUSTER><<<(unsigned)n * CLUSTER, TOPK_THREADS, 0, stream>>>(static_cast<const T*>(logits), stride, d2t, (int)v, k, log_probs, ids, extras);
+    const T* in = static_cast<const T*>(logits);
+    const unsigned rows = (unsigned)n;
+    if (k == 1 && (n <= 16 || v > 65536)) draft_best<T, 8><<<rows * 8, TOPK_THREADS, 0, stream>>>(in, stride, d2t, (int)v, log_probs, ids, extras);
+    else if (k == 1) draft_best<T, 4><<<rows * 4, TOPK_THREADS, 0, stream>>>(in, stride, d2t, (int)v, log_probs, ids, extras);
+    // at most 24 columns a thread in vectors and 2 beside them
+    else if (v <= RANKED_CLUSTER * 128 * 24) draft_topk<T, 128><<<rows * RANKED_CLUSTER, 128, 0, stream>>>(in, stride, d2t, (int)v, k, log_probs, ids, extras);
+    else if (v <= RANKED_CLUSTER * 256 * 24) draft_topk<T, 256><<<rows * RANKED_CLUSTER, 256, 0, stream>>>(in, stride, d2t, (int)v, k, log_probs, ids, extras);
+    else if (v <= RANKED_CLUSTER * 1024 * 24) draft_topk<T, 1024><<<rows * RANKED_CLUSTER, 1024, 0, stream>>>(in, stride, d2t, (int)v, k, log_probs, ids, extras);
+    else return cudaErrorInvalidValue;
     return cudaGetLastError();
 }
 
 int prepare_topk() {
     cudaFuncAttributes info;
-    const void* kernels[] = {(const void*)draft_topk<__nv_bfloat16, 8>, (const void*)draft_topk<__nv_bfloat16, 4>, (const void*)draft_topk<float, 8>,
-                             (const void*)draft_topk<float, 4>};
+    const void* kernels[] = {(const void*)draft_best<__nv_bfloat16, 8>, (const void*)draft_best<__nv_bfloat16, 4>, (const void*)draft_best<float, 8>,
+                             (const void*)draft_best<float, 4>, (const void*)draft_topk<__nv_bfloat16, 128>, (const void*)draft_topk<__nv_bfloat16, 256>,
+                             (const void*)draft_topk<__nv_bfloat16, 1024>, (const void*)draft_topk<float, 128>, (const void*)draft_topk<float, 256>,
+                             (const void*)draft_topk<float, 1024>};
     for (const void* kernel : kernels)
         if (const cudaError_t code = cudaFuncGetAttributes(&info, kernel)) return code;
     return 0;
@@ -169,10 +243,6 @@ extern "C" int aerie_draft_topk(const void* logits, int float32, int64_t stride,
     const TopkExtras extras{probabilities != 0, positions, tokens, tokens_stride};
     if (n == 0) return 0;
     if (n > INT32_MAX / 8 || v > INT32_MAX - 8192 || k < 1 || k > MAX_K || k > v) return cudaErrorInvalidValue;
-    // few rows: more blocks a row
-    if (n <= 16 || v > 65536)
-        return float32 ? launch_topk<float, 8>(logits, stride, d2t, n, v, k, log_probs, ids, extras, stream)
-                       : launch_topk<__nv_bfloat16, 8>(logits, stride, d2t, n, v, k, log_probs, ids, extras, stream);
-    return float32 ? launch_topk<float, 4>(logits, stride, d2t, n, v, k, log_probs, ids, extras, stream)
-                   : launch_topk<__nv_bfloat16, 4>(logits, stride, d2t, n, v, k, log_probs, ids, extras, stream);
+    return float32 ? launch_topk<float>(logits, stride, d2t, n, v, k, log_probs, ids, extras, stream)
+                   : launch_topk<__nv_bfloat16>(logits, stride, d2t, n, v, k, log_probs, ids, extras, stream);
 }

@@ -26,7 +26,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 SWITCH = "AERIE_SERVE_DRAFTER_OPS"
-MAX_TOPK, MAX_NODES = 32, 2048
+MAX_TOPK, MAX_NODES, MAX_RANKED = 32, 2048, 196608  # as in cuda/op_checks.py and cuda/drafter_ops.py
 _said: set[str] = set()
 
 
@@ -72,9 +72,8 @@ def _topk(logits: torch.Tensor, k: int, positions: torch.Tensor | None, tokens: 
 
 
 def _takes_logits(logits: torch.Tensor, k: int) -> bool:
-    return (
-        logits.is_cuda and logits.dtype in (torch.float32, torch.bfloat16) and logits.dim() == 2 and logits.stride(1) == 1 and 1 <= k <= min(MAX_TOPK, logits.shape[1])
-    )
+    fits = logits.is_cuda and logits.dtype in (torch.float32, torch.bfloat16) and logits.dim() == 2 and logits.stride(1) == 1
+    return fits and 1 <= k <= min(MAX_TOPK, logits.shape[1]) and (k == 1 or logits.shape[1] <= MAX_RANKED)
 
 
 def make_topk1(original: Callable) -> Callable:
