@@ -332,13 +332,14 @@ class Extraction:
                 due = list(self.answered.items())
                 if not due:
                     self.changed.wait(POLL_S)
+            present = set(os.listdir(self.folder)) if due else set()  # one call, however many are due
             for rid, task in due:
-                if (self.folder / f"{rid}.safetensors").exists():
+                if f"{rid}.safetensors" in present:
                     with self.changed:
                         del self.answered[rid]
                     self.ready.put((rid, task))
-                elif (reason := read_error(self.folder, rid)) is not None:
-                    self._retry(rid, f"the server wrote no dump: {reason}")
+                elif f"{rid}.error" in present:
+                    self._retry(rid, f"the server wrote no dump: {read_error(self.folder, rid)}")
                 elif time.monotonic() - task.answered > self.options.request_timeout_s:
                     self._retry(rid, f"answered, but no dump in {self.folder} after {self.options.request_timeout_s:g} s (is capture on, and is this the server's folder?)")
             if due:
