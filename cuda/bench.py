@@ -92,7 +92,7 @@ class Bench:
         ms = median_ms(work, self.repeats, before)
         floor = data_bytes / self.copy_bytes_s * 1e3
         self.rows.append({"op": op, "size": size, "ms": ms, "bytes": data_bytes, "of_copy": floor / ms, "predicted_sm120_ms": data_bytes / SM120_BYTES_S * 1e3})
-        print(f"{op:44} {size:24} {ms:8.4f} ms  {floor / ms:6.1%} of copy", flush=True)
+        print(f"{op:44} {size:24} {ms:8.4f} ms  {floor / ms:6.1%} of copy  (SM120, predicted: {data_bytes / SM120_BYTES_S * 1e3:.3f} ms)", flush=True)
         return ms
 
     def add_decode(self, op: str, size: str, work: Callable[[], Any], floor: dict[str, float]) -> None:

@@ -33,8 +33,8 @@ def dynamic_shared_limits() -> dict[str, int]:
     """Largest dynamic shared memory a launch may ask for, by kernel name, from the sources' own constants."""
     soft = re.search(r"constexpr int LIMIT = (\d+) \* 1024;", (CUDA / "src" / "soft_target.cu").read_text())
     nodes = re.search(r"MAX_NODES = (\d+);", (CUDA / "src" / "tree.cu").read_text())
-    launches = re.findall(r"code = launch_backward<(\d+), (\d+), (\d+), (\d+)>", (CUDA / "src" / "drafter_input.cu").read_text())
-    backward = {f"drafter_input_backward<{', '.join(found)}>": 2 * int(found[3]) * int(found[1]) * int(found[0]) * 16 for found in launches}
+    launches = re.findall(r"code = launch_backward<(\d+), (\d+), (\d+)>", (CUDA / "src" / "drafter_input.cu").read_text())
+    backward = {f"drafter_input_backward<{', '.join(found)}>": 4 * int(found[1]) * int(found[0]) * 16 for found in launches}
     assert len(backward) == 3
     return {"soft_target_resident": int(soft[1]) * 1024, "build_tree": int(nodes[1]) * 20, "verify_tree_greedy": int(nodes[1]) * 16} | backward
 
