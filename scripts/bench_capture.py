@@ -5,6 +5,7 @@ Two servers of the config's target are started, one with capture and one without
 """
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from aerie.capture_bench import make_prompts, measure, measure_one_by_one, start
 from aerie.capture_server import check_patch
 from aerie.config import add_config_arguments, config_from_args
-from aerie.errors import EXIT_FAILED, UserError, run_main
+from aerie.errors import EXIT_FAILED, EXIT_INTERRUPTED, UserError, run_main
 from aerie.report import write_report
 from aerie.servers import dump_dir, has_gpu
 
@@ -34,6 +35,7 @@ def main() -> int:
     concurrency = args.concurrency or (config.extract.max_in_flight if gpu else 8)
     if min(requests, tokens, concurrency, args.repeats) < 1:
         raise UserError("--requests, --tokens, --concurrency and --repeats must be 1 or more")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_INTERRUPTED))  # so that the servers end with us
     prompts = make_prompts(config, requests, tokens)
     print(f"{requests} prompts, {sum(map(len, prompts))} tokens a round, {concurrency} in flight, {args.repeats} rounds of each kind", flush=True)
     if config.bench.side_by_side:
@@ -52,7 +54,7 @@ def main() -> int:
         path, config=config.as_dict(), requests=requests, tokens=int(sum(map(len, prompts))), concurrency=concurrency, repeats=args.repeats,
         side_by_side=config.bench.side_by_side, dump_dir=str(dump_dir(config)), **result,
     )  # fmt: skip
-    print(f"without capture {result['plain_tok_s']:.0f} tok/s, with capture {result['capture_tok_s']:.0f} tok/s: ratio {result['ratio']:.3f}")
+    print(f"without capture {result['plain_tok_s']:.0f} tok/s, with capture {result['capture_tok_s']:.0f} tok/s: ratio {result['ratio']:.3f} (by processor time {result['cpu_ratio']:.3f})")
     print(f"copies took {result['counters'].get('copy_s', 0):.2f} s on the device, our code {result['hook_share_of_wall']:.1%} of the wall time; report: {path}")
     if result["failed_requests"]:
         print(f"{result['failed_requests']} requests failed, the first: {result['problems'][0]}", file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import statistics
 import threading
 import time
@@ -29,6 +30,7 @@ class Round:
     capture: bool
     tokens: int
     seconds: float
+    cpu_s: float  # processor time of all of the server's processes: on a machine with other work a steadier measure than the clock
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -81,12 +83,25 @@ def run_round(server: Server, prompts: Sequence[np.ndarray], concurrency: int, f
                 problems.append(f"{len(ids)} tokens: {exc}")
 
     threads = [threading.Thread(target=work) for _ in range(concurrency)]
-    begin = time.perf_counter()
+    begin, cpu = time.perf_counter(), cpu_seconds(server.record["pid"])
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return Round(folder is not None, sum(map(len, prompts)), time.perf_counter() - begin, problems)
+    return Round(folder is not None, sum(map(len, prompts)), time.perf_counter() - begin, cpu_seconds(server.record["pid"]) - cpu, problems)
+
+
+def cpu_seconds(pgid: int) -> float:
+    """User and system time so far of the processes of a group."""
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[2]) == pgid:
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def counters(folder: Path) -> dict[str, float]:
@@ -99,7 +114,7 @@ def counters(folder: Path) -> dict[str, float]:
 
 
 def summary(rounds: list[Round], before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
-    """The report's numbers. `ratio` is the median throughput with capture over the median without."""
+    """The report's numbers. `ratio` is the median throughput with capture over the median without; `cpu_ratio` the same of tokens a second of processor time."""
     plain, capture = ([one for one in rounds if one.capture is wanted] for wanted in (False, True))
     rates = [statistics.median(one.tok_s for one in part) for part in (plain, capture)]
     delta = {name: round(value - before.get(name, 0), 4) for name, value in after.items()}
@@ -107,6 +122,8 @@ def summary(rounds: list[Round], before: dict[str, float], after: dict[str, floa
     copied = delta.get("copy_s", 0.0)
     return {
         "ratio": rates[1] / rates[0], "plain_tok_s": rates[0], "capture_tok_s": rates[1],
+        "cpu_ratio": statistics.median(one.cpu_s for one in plain) / statistics.median(one.cpu_s for one in capture),
+        "plain_rounds_cpu_s": [one.cpu_s for one in plain], "capture_rounds_cpu_s": [one.cpu_s for one in capture],
         "plain_rounds_tok_s": [one.tok_s for one in plain], "capture_rounds_tok_s": [one.tok_s for one in capture],
         "capture_seconds": wall, "plain_seconds": sum(one.seconds for one in plain), "counters": delta,
         # copy_s: what the copies took on the device; were they not overlapped with prefill, rounds with capture would take at least that much longer
@@ -125,7 +142,7 @@ def measure(config: Config, plain: Server, capture: Server, prompts: Sequence[np
     for index in range(repeats):
         for kind in ((False, True) if index % 2 == 0 else (True, False)):
             rounds.append(run_round(capture if kind else plain, prompts, concurrency, folder if kind else None))
-            say(f"  {'with' if kind else 'without'} capture: {rounds[-1].tok_s:.0f} tok/s")
+            say(f"  {'with' if kind else 'without'} capture: {rounds[-1].tok_s:.0f} tok/s, {rounds[-1].cpu_s:.2f} s of processor time")
     time.sleep(2.5)
     return summary(rounds, before, counters(folder))
 
@@ -141,7 +158,7 @@ def measure_one_by_one(config: Config, prompts: Sequence[np.ndarray], concurrenc
             before = counters(folder) if kind else {}
             for _ in range(repeats):
                 rounds.append(run_round(server, prompts, concurrency, folder if kind else None))
-                say(f"  {'with' if kind else 'without'} capture: {rounds[-1].tok_s:.0f} tok/s")
+                say(f"  {'with' if kind else 'without'} capture: {rounds[-1].tok_s:.0f} tok/s, {rounds[-1].cpu_s:.2f} s of processor time")
             time.sleep(2.5)
             after = counters(folder) if kind else {}
     return summary(rounds, before, after)
