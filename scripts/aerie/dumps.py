@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
+from .ops import drafter_ops
 from .rid import Rid, parse_rid
 
 KIND, FORMAT = "aerie-dump", "1"
@@ -67,7 +68,7 @@ class Dump(NamedTuple):
 
 def dequantize_rows(rows: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """e4m3 [T, H] times its float32 scale [T]; without a scale only the dtype changes."""
-    return rows.to(dtype) if scale is None else (rows.float() * scale.unsqueeze(-1)).to(dtype)
+    return rows.to(dtype) if scale is None else drafter_ops.dequantize_rows_fp8(rows, scale, dtype)
 
 
 def dump_path(folder: Path, rid: Rid | str) -> Path:

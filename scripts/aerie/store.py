@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from .errors import UserError
+from .ops import drafter_ops
 from .shards import BadShard, Shard
 from .store_files import FORMAT, append_line, read_done, read_manifest, refuse_other_identity, shard_paths, supervised_rows, whole_lines
 from .store_writer import StoreWriter
@@ -53,13 +54,13 @@ class StoredSample:
         if self.aux_scale is None:
             return self.aux.to(dtype)
         rows, layers = self.aux_scale.shape
-        return (self.aux.to(torch.float32).view(rows, layers, -1) * self.aux_scale[:, :, None]).view(rows, -1).to(dtype)
+        return drafter_ops.dequantize_rows_fp8(self.aux.reshape(rows * layers, -1), self.aux_scale.flatten(), dtype).view(rows, -1)
 
     def final_float(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """[F, H] in `dtype`, dequantised where the store is fp8."""
         if self.final_scale is None:
             return self.final.to(dtype)
-        return (self.final.to(torch.float32) * self.final_scale[:, None]).to(dtype)
+        return drafter_ops.dequantize_rows_fp8(self.final, self.final_scale.contiguous(), dtype)
 
 
 class Store:
