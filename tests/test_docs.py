@@ -31,7 +31,7 @@ def blocks(text: str) -> list[str]:
         if line.lstrip().startswith("```"):
             fenced = "" if fenced else line.strip().removeprefix("```") or "text"
         elif fenced in ("sh", "bash", "console") or (not fenced and line.startswith("    ")):
-            found.append(line.strip().removeprefix("$ "))
+            found.append(re.split(r"\s{2,}(?!\\)", line.strip().removeprefix("$ "))[0])  # what follows two spaces explains
     return found
 
 

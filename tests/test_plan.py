@@ -218,7 +218,9 @@ def test_refusals_name_the_number(name, change, words):
 
 
 def test_streaming_and_fp8_need_less_disk():
-    assert refusals("kimi-k2.5", ["extract.keep_gb=500"], disk=1e12) == []
+    assert refusals("kimi-k2.5", ["extract.keep_gb=500"], disk=1e12, gpus=9) == []
+    assert "give it a GPU of its own" in "; ".join(refusals("kimi-k2.5", ["extract.keep_gb=500"], disk=1e12))
+    assert refusals("llama-3.1-8b", ["extract.keep_gb=50", "server.args.mem-fraction-static=0.5"], disk=1e11) == []
     assert refusals("kimi-k2.5", ['extract.dtype="fp8"'], disk=2.3e12) == []
 
 

@@ -262,6 +262,18 @@ def plan_training(plan: Plan, config: Config, shape: Shape, supervised: float) -
         plan.refusals.append("training: train.stop_server = false, and server and trainer together do not fit one GPU; set it to true")
 
 
+def plan_streaming(plan: Plan, config: Config, tp: int) -> None:
+    """With extract.keep_gb server and trainer run at once: refuses when the server has every GPU and the trainer does not fit beside it."""
+    if not config.extract.keep_gb or tp < plan.gpus or "extraction" not in plan.phases:
+        return
+    server, trainer = plan.total("extraction"), plan.total("training, one GPU")
+    if server + trainer > plan.gpu_bytes:
+        plan.refusals.append(
+            f"streaming: extract.keep_gb trains while extracting, the server takes {server / GIB:.1f} GiB of every GPU and the trainer needs {trainer / GIB:.1f} of the "
+            f"{plan.gpu_bytes / GIB:.1f}; give it a GPU of its own, lower mem-fraction-static, or set extract.keep_gb = 0 and extract.dtype = \"fp8\""
+        )
+
+
 # --- disk and hours ------------------------------------------------------------------------------------------------------------------------
 
 
@@ -282,7 +294,7 @@ def plan_disk(plan: Plan, config: Config, shape: Shape, amounts: Amounts, disk_f
     if needed > disk_free:
         plan.refusals.append(
             f"disk: {needed / 1e9:,.0f} GB are needed under {config.run.root.parent} and {disk_free / 1e9:,.0f} GB are free; point AERIE_RUNS_DIR at a larger disk, "
-            "set extract.dtype = \"fp8\" (half), or train while extracting: `make stream` with extract.keep_gb"
+            "set extract.dtype = \"fp8\" (half), or train while extracting, on a GPU of its own: `make stream` with extract.keep_gb"
         )
     if dumps_free is not None:
         two = 2 * dump_bytes(shape, num_aux, config.target.dtype, min(amounts.longest, config.data.max_tokens) or config.data.max_tokens)
@@ -324,6 +336,7 @@ def make_plan(config: Config, shape: Shape, amounts: Amounts, *, gpus: int, gpu_
         plan_server(plan, config, shape, "extraction", extraction_args)
         plan_server(plan, config, shape, "serving", serving_args)
         plan_training(plan, config, shape, amounts.final_rows / max(amounts.tokens, 1))
+        plan_streaming(plan, config, int(extraction_args.get("tp-size", extraction_args.get("tp", 1))))
     plan_disk(plan, config, shape, amounts, disk_free, dumps_free)
     plan_hours(plan, config, amounts)
     longest = max(config.target.aux_layer_ids)
