@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -68,8 +69,10 @@ def main() -> None:
     out = args.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     os.environ["AERIE_RUNS_DIR"] = str(out / "runs")
-    work = Path("/dev/shm") / f"aerie-extract-gpu-{os.getpid()}"
+    roomy = shutil.disk_usage("/dev/shm").free > 12e9  # a container's default is 64 MB
+    work = (Path("/dev/shm") if roomy else out) / f"aerie-extract-gpu-{os.getpid()}"
     work.mkdir()
+    print(f"{os.cpu_count()} cores; stores and dumps in {work} ({shutil.disk_usage(work).free / 1e9:.0f} GB free)", flush=True)
     model = args.model or make_model(work / "model")
     gpu = has_gpu()
     server = {"port": free_port(), "args": ARGS if gpu else {}, "dump_dir": str(work / "dumps")}
@@ -79,8 +82,8 @@ def main() -> None:
     size = ["--samples", str(args.samples), "--tokens", *(("300", "4000") if gpu else ("20", "60"))]
     count = "120" if gpu else "8"
     parts = {
-        "ceiling_tmpfs": part("ceiling_tmpfs", out, [*bench, "--ceiling", "--samples", count, "--tokens", "600", "600", "--rounds", "2", "--store", str(work), "--port", str(free_port())], 60),
-        "ceiling_disk": part("ceiling_disk", out, [*bench, "--ceiling", "--samples", count, "--tokens", "600", "600", "--rounds", "1", "--store", str(out), "--port", str(free_port())], 60),
+        "ceiling_tmpfs": part("ceiling_tmpfs", out, [*bench, "--ceiling", "--dumps", str(work), "--samples", count, "--tokens", "600", "600", "--rounds", "2", "--store", str(work), "--port", str(free_port())], 60),
+        "ceiling_disk": part("ceiling_disk", out, [*bench, "--ceiling", "--dumps", str(work), "--samples", count, "--tokens", "600", "600", "--rounds", "1", "--store", str(out), "--port", str(free_port())], 60),
         "extract": part("extract", out, [*bench, *size, "--rounds", "3", "--store", str(work)], 200),
     }  # fmt: skip
     subprocess.run(["rm", "-rf", str(work), str(out / "runs")], check=False)
