@@ -95,20 +95,25 @@ def measured_server(log: Path) -> dict[str, float]:
     return found
 
 
-def compare(plan: planning.Plan, config: Config, shape: Shape, args: argparse.Namespace) -> list[tuple[str, float, float]]:
-    """(what, predicted, measured) for everything that this run has measured."""
+def compare(plan: planning.Plan, config: Config, shape: Shape, args: argparse.Namespace, server_options: dict[str, dict]) -> list[tuple[str, float, float]]:
+    """(what, predicted, measured) for everything that this run has measured. KV is predicted from what the log says was free before loading: other servers may share the card."""
     rows = []
     for mode in ("extraction", "serving"):
         log = Path(args.server_log) if args.server_log and mode == "extraction" else config.run.logs / f"{mode}.log"
-        if mode in plan.phases and log.is_file():
-            found = measured_server(log)
-            parts = plan.phases[mode]
-            weights = sum(part.bytes for part in parts if part.name.startswith("weights: ") and part.name != "weights: drafter")
-            kv = next(part for part in parts if part.name == "KV")
-            predicted = {"weights": weights, "KV": kv.bytes, "KV tokens": float(kv.how.split(" ")[0].replace(",", "")), "free before loading": plan.gpu_bytes}
-            if mode == "serving":
-                found.pop("KV", None)  # the plan's number has the drafter's KV in it, the log's has not
-            rows += [(f"{mode}: {name}", predicted[name], value) for name, value in found.items() if value > 0.05 * GIB or name == "KV tokens"]  # GB of two decimals
+        if mode not in plan.phases or not log.is_file():
+            continue
+        found = measured_server(log)
+        again = planning.Plan(plan.gpus, found.pop("free before loading", plan.gpu_bytes))
+        planning.plan_server(again, config, shape, mode, server_options[mode])
+        parts = again.phases.get(mode, [])
+        kv = next((part for part in parts if part.name == "KV"), None)
+        predicted = {"weights": sum(part.bytes for part in parts if part.name.startswith("weights: ") and part.name != "weights: drafter")}
+        if kv:
+            predicted |= {"KV tokens": float(kv.how.split(" ")[0].replace(",", "")), "KV": kv.bytes}
+        if mode == "serving":
+            found.pop("KV", None)  # the plan's number has the drafter's KV in it, the log's has not
+        # the log gives GB with two decimals: small numbers say nothing
+        rows += [(f"{mode}: {name}", predicted[name], value) for name, value in found.items() if name in predicted and (value > 0.1 * GIB or name == "KV tokens")]
     report = Path(args.train_report) if args.train_report else config.run.drafter / "report.json"
     if report.is_file():
         content = json.loads(report.read_text())
@@ -160,7 +165,7 @@ def main() -> int:
             phases={phase: {part.name: part.bytes for part in parts} for phase, parts in plan.phases.items()}, disk={part.name: part.bytes for part in plan.disk},
         )  # fmt: skip
     if args.compare:
-        rows = compare(plan, config, shape, args)
+        rows = compare(plan, config, shape, args, {"extraction": extraction, "serving": serving})
         if not rows:
             raise UserError(f"nothing measured yet in {config.run.root}: no server log, no report of the trainer, no store")
         print(f"\n{'':40} {'predicted':>16} {'measured':>16}  predicted / measured")

@@ -167,6 +167,9 @@ def plan_server(plan: Plan, config: Config, shape: Shape, mode: str, args: dict[
         drafter = drafter_parameters(config, shape)
         parts.append(Part("weights: drafter", sum(drafter.values()) * size / tp, f"{sum(drafter.values()) / 1e9:.2f} B parameters over {tp}"))
         kv += drafter_kv(config, shape, tp) * size
+    graphs = Part("decode graphs", 0.0 if args.get("disable-cuda-graph") else 0.4 * GIB + int(args.get("cuda-graph-max-bs-decode", 32)) * 2 * (1 << 20))
+    if not shape.is_mla:  # sized after graphs were captured, so they come off the static share (kv_pool_runtime.py); with MLA before
+        parts.append(graphs)
     pool = share - sum(part.bytes for part in parts)
     tokens = int(pool / kv)
     if "max-total-tokens" in args:
@@ -174,8 +177,7 @@ def plan_server(plan: Plan, config: Config, shape: Shape, mode: str, args: dict[
     parts.append(Part("KV", max(tokens, 0) * kv, f"{max(tokens, 0):,} tokens of {kv / 1024:.1f} KB"))
     beside = [Part("activations of a chunk", activation_bytes(shape, chunk, tp, size) * ALLOCATOR, f"{chunk:,} tokens"),
               Part("logits and sampling", 3 * running * shape.vocab * 4),
-              Part("request table", running * context * 4, f"{running} requests x {context:,}"),
-              Part("decode graphs", 0.4 * GIB + int(args.get("cuda-graph-max-bs-decode", 32)) * 2 * (1 << 20) if not args.get("disable-cuda-graph") else 0)]  # fmt: skip
+              Part("request table", running * context * 4, f"{running} requests x {context:,}"), *([graphs] if shape.is_mla else [])]  # fmt: skip
     if mode == "extraction":
         capture = capture_bytes(shape, len(config.target.aux_layer_ids), chunk, size)
         beside += [Part("capture: auxiliary states", capture["every rank"], "on every rank"), Part("capture: rows on their way", capture["writer"], "final and a second chunk, on the writing rank")]
