@@ -1,6 +1,7 @@
 """The memory model against what can be measured here (files, tensors, an owner's public log), and every refusal with its number."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -191,6 +192,23 @@ def refusals(name: str, overrides=(), gpus=None, gpu_gib=None, disk=1e15, dumps=
 @pytest.mark.parametrize("name", ["kimi-k2.5", "kimi-k2-instruct", "deepseek-v3", "qwen3-8b", "llama-3.1-8b"])
 def test_every_config_fits_the_machine_it_was_written_for(name):
     assert refusals(name) == []
+
+
+@pytest.mark.parametrize("name", ["kimi-k2.5", "kimi-k2-instruct", "deepseek-v3", "qwen3-8b", "llama-3.1-8b"])
+def test_what_a_config_says_to_expect_is_what_the_plan_says(name):
+    """The comment that a config begins with: weights and training in GiB, disk in TB, the SGLang versions, and what is not measured."""
+    config = load_config(name)
+    comment = config.path.read_text().split("[target]")[0]
+    shape, amounts = load_shape("/nowhere", config.plan.shape), planning.read_amounts(config)
+
+    def said(what: str, unit: str) -> float:
+        return float(re.search(rf"# +{what} .*?([\d.]+) {unit}", comment)[1])
+
+    assert near(said("weights", "GiB"), sum(shape.weight_bytes(config.server.args.get("tp-size", 1), "bfloat16").values()) / GIB, 0.03)
+    assert near(said("training", "GiB"), sum(part.bytes for part in planning.training_parts(config, shape, config.train.batch_tokens, config.plan.supervised)) / GIB, 0.05)
+    aux, final = planning.row_bytes(shape, 3, "bfloat16")
+    assert near(said("disk", "TB"), amounts.tokens * (aux + final) / 1e12, 0.05)
+    assert "0.5.23" in comment and "0.5.17" in comment and "easured by us" in comment and "hours" in comment
 
 
 @pytest.mark.parametrize(
