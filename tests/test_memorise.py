@@ -1,4 +1,4 @@
-"""A drafter that is made to memorise 16 chats is served and accepts nearly everything on them: catches any slip between capture, training, export and serving."""
+"""A drafter that is made to memorise 16 chats is served and accepts nearly everything on them: catches any slip from capture to serving."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Callable
+from typing import Iterator
 
 import pytest
 from aerie.config import Config
 from aerie.generate import accept_length, generate_all, prompts_of
 from aerie.samples import SampleFile
 from aerie.servers import Server, stop_mode
+from aerie.tiny import make_tiny
+from cpu_tools import tiny_config
+from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.server
 
@@ -22,14 +25,19 @@ THINGS = "bread river lamp garden copper winter bridge paper engine cloud table 
 
 
 @pytest.fixture(scope="module")
-def config(make_config: Callable[..., Config], tmp_path_factory: pytest.TempPathFactory):
+def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Config]:
+    """A run on a tiny random Llama that is sure of its words: a random head's choices hang on differences too small to be learned in a minute, so it is made ten times larger."""
     folder = tmp_path_factory.mktemp("memorise")
+    target = make_tiny("llama", folder / "target")
+    tensors = load_file(target / "model.safetensors")
+    tensors["lm_head.weight"] *= 10
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     chats = [{"messages": [{"role": "user", "content": f"what is the answer about {thing}?"}]} for thing in THINGS]
     (folder / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    config = make_config(
-        "llama", "memorise", data={"inputs": [str(folder / "chats.jsonl")], "max_new_tokens": 40, "heldout": 2, "max_tokens": 512},
-        draft={"vocab_size": 512}, serve={"num_steps": 3},
-        train={"ttt_steps": 4, "step_decay": 1.0, "epochs": 400, "batch_tokens": 2048, "lr": 3e-3, "warmup_ratio": 0.05, "eval_every": 1000000, "min_lr_ratio": 0.01},
+    config = tiny_config(
+        folder, target, "llama", "memorise",
+        data={"inputs": [str(folder / "chats.jsonl")], "max_new_tokens": 40, "heldout": 2, "max_tokens": 512}, draft={"vocab_size": 512}, serve={"num_steps": 3},
+        train={"ttt_steps": 4, "step_decay": 1.0, "epochs": 400, "batch_tokens": 2048, "lr": 4e-3, "min_lr_ratio": 0.02, "eval_every": 1000000},
     )  # fmt: skip
     yield config
     for mode in ("extraction", "serving"):
@@ -38,7 +46,8 @@ def config(make_config: Callable[..., Config], tmp_path_factory: pytest.TempPath
 
 def run(config: Config, script: str, *words: str) -> str:
     command = [str(SCRIPTS / script), str(config.path)] if script.endswith(".sh") else [sys.executable, str(SCRIPTS / script), "--config", str(config.path)]
-    done = subprocess.run([*command, "--run", config.run.name, *words], capture_output=True, text=True, check=False, timeout=500, env=os.environ | {"PY": sys.executable})
+    env = os.environ | {"PY": sys.executable}
+    done = subprocess.run([*command, "--run", config.run.name, *words], capture_output=True, text=True, check=False, timeout=500, env=env)
     assert done.returncode == 0 and "Traceback" not in done.stderr, f"{script}: {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     return done.stdout + done.stderr
 
