@@ -244,19 +244,17 @@ def training_parts(config: Config, shape: Shape, rows: int, supervised: float, r
 
 
 def plan_training(plan: Plan, config: Config, shape: Shape, supervised: float) -> None:
-    """Adds training on one card and, with several, FSDP over all of them. Refuses when neither fits."""
+    """Adds training on one card, which is what 03_train.py does, and what FSDP over all cards would take. Refuses when one card is too small."""
     compute = 4 if config.train.dtype == "float32" else 2
-    plan.phases["training, one GPU"] = training_parts(config, shape, config.train.batch_tokens, supervised, 1, compute)
-    names = ["training, one GPU"]
+    one, split = "training, one GPU", f"training, if FSDP split it over {plan.gpus}"
+    plan.phases[one] = training_parts(config, shape, config.train.batch_tokens, supervised, 1, compute)
     if plan.gpus > 1:
-        names.append(f"training, FSDP on {plan.gpus}")
-        plan.phases[names[1]] = training_parts(config, shape, config.train.batch_tokens, supervised, plan.gpus, compute)
-    fits = [name for name in names if plan.total(name) <= plan.gpu_bytes]
-    for name in names:
-        plan.notes[name] = f"{plan.total(name) / GIB:.1f} GiB of {plan.gpu_bytes / GIB:.1f}: {'fits' if name in fits else 'does not fit'}"
-    if not fits:
+        plan.phases[split] = training_parts(config, shape, config.train.batch_tokens, supervised, plan.gpus, compute)
+    for name in (name for name in (one, split) if name in plan.phases):
+        plan.notes[name] = f"{plan.total(name) / GIB:.1f} GiB of {plan.gpu_bytes / GIB:.1f}: {'fits' if plan.total(name) <= plan.gpu_bytes else 'does not fit'}"
+    if plan.total(one) > plan.gpu_bytes:
         plan.refusals.append(
-            f"training: {plan.total(names[-1]) / GIB:.1f} GiB a GPU are needed and {plan.gpu_bytes / GIB:.1f} are there; lower train.batch_tokens = {config.train.batch_tokens}, "
+            f"training: {plan.total(one) / GIB:.1f} GiB are needed and {plan.gpu_bytes / GIB:.1f} are there; lower train.batch_tokens = {config.train.batch_tokens}, "
             "train.ttt_steps or draft.vocab_size"
         )
     resident = plan.total("extraction") if "extraction" in plan.phases else 0
