@@ -36,7 +36,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=0, metavar="N", help="extract at most N of the samples that are left")
     parser.add_argument("--start-from", type=int, default=0, metavar="N", help="leave out the first N training samples of the data file")
     parser.add_argument("--only-failed", action="store_true", help="ask only for samples listed in failed.jsonl")
-    parser.add_argument("--prove-aux", type=int, default=0, metavar="N", help="compare N prompts' auxiliary states with SGLang's own answer (starts a second server after the first), and stop")
+    parser.add_argument("--prove-aux", type=int, default=0, metavar="N",
+                        help="compare N prompts' auxiliary states with SGLang's own answer (a second server, after the first), and stop")
     parser.add_argument("--dry-run", action="store_true", help="print samples, tokens, bytes and hours, and stop; needs no server")
     parser.add_argument("--rate", type=float, default=0.0, metavar="TOK_S", help="tokens a second, for the hours of --dry-run")
     return parser.parse_args()
@@ -44,7 +45,10 @@ def parse() -> argparse.Namespace:
 
 def known_identity(config: Config, plan: Plan) -> dict[str, Any]:
     """What the states will be, as far as it is known without the server. Raises UserError when the data are of another tokenizer."""
-    identity = {"model_hash": model_hash(config.model_path), "aux_layer_ids": config.target.aux_layer_ids, "all_final_rows": config.extract.all_final_rows, **plan.identity()}
+    identity = {
+        "model_hash": model_hash(config.model_path), "aux_layer_ids": config.target.aux_layer_ids, "all_final_rows": config.extract.all_final_rows,
+        **plan.identity(),
+    }  # fmt: skip
     if identity["tokenizer_hash"] and identity["tokenizer_hash"] != tokenizer_hash(config.model_path):
         raise UserError(f"{plan.files[False].path} was made with another tokenizer than that of {config.model_path}; run `make data` again, or use another run")
     if config.extract.dtype == "fp8":
@@ -107,7 +111,10 @@ def probe(config: Config, plan: Plan, job: Job, urls: list[str], folder: Path) -
                 check_dump(dump, rid, sample.input_ids)
                 dtype = dump.metadata["dtype"]
                 if (dtype == "fp8") != (config.extract.dtype == "fp8"):
-                    raise UserError(f"the server dumps {dtype} and extract.dtype is {config.extract.dtype!r}; start the server again with this config (make stop, make server)")
+                    raise UserError(
+                        f"the server dumps {dtype} and extract.dtype is {config.extract.dtype!r}; start the server again with this config (make "
+                        "stop, make server)"
+                    )
                 return {"sglang_version": dump.metadata.get("sglang_version", ""), "model_class": dump.metadata.get("model_class", ""), **dump.identity()}
             problem = f"{url} answered {status}: {error_text(data)}"
         except (ServerGone, RequestTimeout, DumpError) as exc:
@@ -119,7 +126,8 @@ def probe(config: Config, plan: Plan, job: Job, urls: list[str], folder: Path) -
 
 def print_plan(config: Config, plan: Plan, todo: list[Job], left_out: dict[str, int], identity: dict[str, Any] | None, rate: float) -> None:
     """What will be asked for, and how large it will be; refuses when the disk is too small for it."""
-    print(f"to extract: {lengths_line(todo)}; of all {plan.samples:,} samples " + ", ".join([f"{count:,} {why}" for why, count in (plan.skipped | left_out).items()] or ["none left out"]))
+    reasons = [f"{count:,} {why}" for why, count in (plan.skipped | left_out).items()]
+    print(f"to extract: {lengths_line(todo)}; of all {plan.samples:,} samples {', '.join(reasons) or 'none left out'}")
     model = text_config(read_model_config(config.model_path))
     hidden = identity["hidden_size"] if identity else int(model["hidden_size"])
     dtype = identity["dtype"] if identity else "fp8" if config.extract.dtype == "fp8" else str(model.get("dtype") or model.get("torch_dtype") or "bfloat16")
@@ -137,7 +145,10 @@ def print_plan(config: Config, plan: Plan, todo: list[Job], left_out: dict[str, 
         print(f"at {rate:,.0f} tok/s: {sum(job.tokens for job in todo) / rate / 3600:.1f} hours")
     wanted = min(size, config.extract.keep_gb * 1e9) if config.extract.keep_gb else size
     if wanted > free:
-        raise UserError(f"the store will need {wanted / 1e9:.2f} GB and {existing} has {free / 1e9:.2f} GB free; free some, set extract.dtype = fp8, or extract.keep_gb for streaming")
+        raise UserError(
+            f"the store will need {wanted / 1e9:.2f} GB and {existing} has {free / 1e9:.2f} GB free; free some, set extract.dtype = fp8, or "
+            "extract.keep_gb for streaming"
+        )
 
 
 def accounting(plan: Plan, done: int, failed: int, left_out: dict[str, int], remaining: int) -> str:
@@ -185,7 +196,8 @@ def main() -> int:
             raise UserError(f"{plan.files[False].path} holds no sample with a supervised prediction ({dict(plan.skipped)}); nothing to extract")
         urls, folder = ready_urls(config), dump_dir(config)
         states = probe(config, plan, min(plan.jobs, key=lambda job: job.tokens), urls, folder)
-    writer = StoreWriter(config.run.store, {"model_path": config.model_path, **identity, **states, "planned": len(plan.jobs)}, shard_bytes, config.extract.shard_s)
+    fields = {"model_path": config.model_path, **identity, **states, "planned": len(plan.jobs)}
+    writer = StoreWriter(config.run.store, fields, shard_bytes, config.extract.shard_s)
     for name, reason in writer.removed:
         print(f"{name} was damaged ({reason}) and is removed; its samples are asked for again", flush=True)
     todo, left_out = choose(plan, writer.done, *options)
@@ -194,7 +206,10 @@ def main() -> int:
             urls, folder = ready_urls(config), dump_dir(config)
         if todo:
             dump_identity = {key: writer.manifest[key] for key in ("aux_layer_ids", "capture_points", "hidden_size", "dtype", "logits")}
-            print(f"layers {dump_identity['aux_layer_ids']}: state after {dump_identity['capture_points']} decoder layers; servers: {', '.join(urls)}; dumps: {folder}")
+            print(
+                f"layers {dump_identity['aux_layer_ids']}: state after {dump_identity['capture_points']} decoder layers; servers: "
+                f"{', '.join(urls)}; dumps: {folder}"
+            )
             print_plan(config, plan, todo, left_out, dump_identity, args.rate)
             run = Extraction(config, plan, todo, writer, urls, folder, dump_identity)
             outcome, proof = run.run(), run.proof
@@ -232,7 +247,8 @@ def finish(config: Config, plan: Plan, writer: StoreWriter, todo: list[Job], lef
     write_report(
         config.run.store / "report.json",
         config=config.as_dict(), samples=done, tokens=tokens, extract_tok_s=tokens_all / seconds_all if seconds_all else 0.0,
-        tokens_all=tokens_all, seconds_all=seconds_all, data_hash=plan.data_hash, extracted_now=outcome.extracted, tokens_now=outcome.tokens, seconds=outcome.seconds, failed=len(outcome.failed), skipped=dict(plan.skipped | left_out),
+        tokens_all=tokens_all, seconds_all=seconds_all, data_hash=plan.data_hash,
+        extracted_now=outcome.extracted, tokens_now=outcome.tokens, seconds=outcome.seconds, failed=len(outcome.failed), skipped=dict(plan.skipped | left_out),
         accounting=sentence, store_bytes=writer.manifest["bytes"], shards=writer.manifest["shards"], retries=outcome.retries, late_dumps=outcome.late,
         server_losses=outcome.server_losses, peak_requests_in_flight=outcome.peak_in_flight, peak_dump_bytes=outcome.peak_dump_bytes, stopped=outcome.stopped,
         proof={"samples": proof.samples, "compared": proof.compared, "equal": proof.equal} if proof else {},

@@ -77,7 +77,8 @@ def plain_seconds(url: str, samples: list[Sample], concurrency: int, timeout_s: 
                 if not todo or problems:
                     return
                 ids = todo.pop(0)
-            status, data = client.request("POST", "/generate", {"input_ids": ids, "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}})
+            body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}}
+            status, data = client.request("POST", "/generate", body)
             if status != 200:
                 problems.append(f"{url} answered {status}: {data[:200]!r}")
 
@@ -143,7 +144,8 @@ def bench_server(config: Config, args: argparse.Namespace, store: Path) -> dict[
         if server is not None:
             server.stop()
     return {
-        "ratio": statistics.median(extract) / statistics.median(plain), "plain_tok_s": plain, "extract_tok_s": extract, "samples": len(samples), "tokens": tokens,
+        "ratio": statistics.median(extract) / statistics.median(plain), "plain_tok_s": plain, "extract_tok_s": extract,
+        "samples": len(samples), "tokens": tokens,
         "concurrency": lanes, "states": identity, "retries": outcome.retries, "peak_dump_bytes": outcome.peak_dump_bytes, "server_counters": counters,
     }  # fmt: skip
 
@@ -178,7 +180,8 @@ def bench_ceiling(config: Config, args: argparse.Namespace, store: Path) -> dict
     plan = Prompts(samples)
     identity = {"aux_layer_ids": [1, 2, 4], "capture_points": [2, 3, 5], "hidden_size": args.hidden, "dtype": "bfloat16", "logits": {}}
     port = args.port
-    command = [sys.executable, str(ROOT / "tests" / "fake_dump_server.py"), "--port", str(port), "--dump-dir", str(folder), "--hidden", str(args.hidden), "--dtype", "bfloat16", "--pool"]
+    stand_in = [sys.executable, str(ROOT / "tests" / "fake_dump_server.py"), "--dtype", "bfloat16", "--pool"]
+    command = [*stand_in, "--port", str(port), "--dump-dir", str(folder), "--hidden", str(args.hidden)]
     server = subprocess.Popen(command)
     url = f"http://127.0.0.1:{port}"
     try:
@@ -201,14 +204,19 @@ def bench_ceiling(config: Config, args: argparse.Namespace, store: Path) -> dict
             after = os.times()
             cpu.append(after.user + after.system - before.user - before.system)
             client_rates.append(size / seconds)
-            print(f"round {turn + 1}: client {client_rates[-1] / 1e9:.2f} GB/s ({cpu[-1] / seconds:.2f} cores), plain writes of {workers} threads {rates[-1] / 1e9:.2f} GB/s", flush=True)
+            print(
+                f"round {turn + 1}: client {client_rates[-1] / 1e9:.2f} GB/s ({cpu[-1] / seconds:.2f} cores), plain writes of {workers} threads "
+                f"{rates[-1] / 1e9:.2f} GB/s",
+                flush=True,
+            )
     finally:
         server.send_signal(signal.SIGTERM)
         server.wait()
         shutil.rmtree(folder, ignore_errors=True)
     return {
         "ratio": statistics.median(client_rates) / statistics.median(rates), "client_bytes_s": client_rates, "write_bytes_s": rates, "client_cpu_seconds": cpu,
-        "hidden": args.hidden, "samples": len(samples), "tokens_a_sample": args.tokens[0], "store_bytes": size, "store_folder": str(store), "dump_folder": str(folder),
+        "hidden": args.hidden, "samples": len(samples), "tokens_a_sample": args.tokens[0], "store_bytes": size,
+        "store_folder": str(store), "dump_folder": str(folder),
         "retries": outcome.retries, "lost_and_late": dict(Counter(late=outcome.late, losses=outcome.server_losses)),
     }  # fmt: skip
 

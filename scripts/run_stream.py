@@ -1,5 +1,8 @@
 #!/usr/bin/env python3
-"""Extract and train at the same time through the store's folder, so that the store never has to be whole (extract.keep_gb). Either end may die: it is started again and goes on."""
+"""Extract and train at the same time through the store's folder, so that the store never has to be whole (extract.keep_gb).
+
+Either end may die: it is started again and goes on.
+"""
 
 from __future__ import annotations
 
@@ -72,11 +75,18 @@ def watch(ends: list[End]) -> int:
                 if code == 0:
                     end.done = True
                 elif code in (1, 2) or end.restarts >= RESTARTS:
-                    print(f"{end.name} ended with exit code {code}; mend what it says above, then run the same command again: both go on from here", file=sys.stderr)
+                    print(
+                        f"{end.name} ended with exit code {code}; mend what it says above, then run the same command again: both go on from here",
+                        file=sys.stderr,
+                    )
                     return code if code > 0 else 1
                 else:
                     end.restarts += 1
-                    print(f"{end.name} died ({'signal ' + str(-code) if code < 0 else 'exit code ' + str(code)}); starting it again ({end.restarts} of {RESTARTS})", file=sys.stderr, flush=True)
+                    print(
+                        f"{end.name} died ({'signal ' + str(-code) if code < 0 else 'exit code ' + str(code)}); starting it again ({end.restarts} "
+                        f"of {RESTARTS})",
+                        file=sys.stderr, flush=True,
+                    )
                     time.sleep(PAUSE_S)
                     end.start()
     except KeyboardInterrupt:
@@ -96,7 +106,10 @@ def main() -> int:
     size, keep = store_size(config), config.extract.keep_gb * 1e9
     fits = not keep or size <= keep
     if not fits and config.train.epochs != 1:
-        raise UserError(f"the store would be {size / 1e9:.1f} GB and extract.keep_gb keeps {config.extract.keep_gb:g}: then each sample is read once; set train.epochs = 1 (it is {config.train.epochs}), or a larger keep_gb")
+        raise UserError(
+            f"the store would be {size / 1e9:.1f} GB and extract.keep_gb keeps {config.extract.keep_gb:g}: then each sample is read once; set "
+            f"train.epochs = 1 (it is {config.train.epochs}), or a larger keep_gb"
+        )
     extract = End("extraction", script_command(config, args.overrides, "02b_extract_hidden_states_sglang.py"))
     if fits and config.train.epochs != 1:
         print(f"the store of {size / 1e9:.2f} GB is kept whole and read {config.train.epochs} times: training starts when extraction is done", flush=True)

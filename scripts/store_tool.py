@@ -35,7 +35,10 @@ def verify(args: argparse.Namespace) -> int:
     for problem in findings.problems:
         print(f"BAD: {problem}")
     against = "the data and " if plan else ""
-    print(f"{findings.samples:,} samples, {findings.rows:,} rows: checksums, offsets, finiteness, token ids against {against}their names: {len(findings.problems)} problems")
+    print(
+        f"{findings.samples:,} samples, {findings.rows:,} rows: checksums, offsets, finiteness, token ids against {against}their names: "
+        f"{len(findings.problems)} problems"
+    )
     failed = bool(findings.problems)
     if not failed and args.proof:
         store = Store.open(folder)
@@ -43,7 +46,10 @@ def verify(args: argparse.Namespace) -> int:
         if model_hash(model) != store.manifest.get("model_hash"):
             raise UserError(f"{model} is not the target of these states (another config.json); name it with --model, or leave the proof out with --proof 0")
         head = check_head(store, TargetWeights(model).lm_head(), args.proof, args.url)
-        print(f"argmax(lm_head(final)) is the sample's own next token in {head.equal_next:,} of {head.rows:,} supervised rows of {head.samples} samples ({head.equal_next / max(head.rows, 1):.1%}; near 100% where the target wrote them greedily)")
+        print(
+            f"argmax(lm_head(final)) is the sample's own next token in {head.equal_next:,} of {head.rows:,} supervised rows of {head.samples} "
+            f"samples ({head.equal_next / max(head.rows, 1):.1%}; near 100% where the target wrote them greedily)"
+        )
         if head.server_rows:
             share = head.equal_server / head.server_rows
             print(f"and the server's own choice in {head.equal_server:,} of {head.server_rows:,} ({share:.2%})")

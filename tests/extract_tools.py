@@ -67,7 +67,8 @@ class RunOf:
 
     def extract_in_a_process(self) -> tuple[int, str, str]:
         """The same in a process of its own, from another folder."""
-        result = subprocess.run(self.command(), env=os.environ | {"AERIE_RUNS_DIR": str(self.runs)}, capture_output=True, text=True, timeout=600, cwd="/", check=False)
+        env = os.environ | {"AERIE_RUNS_DIR": str(self.runs)}
+        result = subprocess.run(self.command(), env=env, capture_output=True, text=True, timeout=600, cwd="/", check=False)
         return result.returncode, result.stdout, result.stderr
 
 
@@ -102,8 +103,8 @@ class FakeRun(RunOf):
 
     def start_server(self, *options: str, port: int = 0) -> subprocess.Popen:
         port = port or self.port
-        command = [sys.executable, str(ROOT / "tests" / "fake_dump_server.py"), "--port", str(port), "--dump-dir", str(self.dumps), "--model", str(self.model), "--log", str(self.log)]
-        process = subprocess.Popen([*command, *options], env=self.env)
+        command = [sys.executable, str(ROOT / "tests" / "fake_dump_server.py"), "--port", str(port), "--dump-dir", str(self.dumps)]
+        process = subprocess.Popen([*command, "--model", str(self.model), "--log", str(self.log), *options], env=self.env)
         deadline = time.monotonic() + 30
         while True:
             try:

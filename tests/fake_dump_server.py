@@ -63,7 +63,8 @@ class Fake:
         args = self.args
         ids, points = json.dumps(args.layer_ids), json.dumps([layer + 1 for layer in args.layer_ids])
         return {
-            "kind": "aerie-dump", "format": "1", "model_path": args.model, "model_class": "Fake", "sglang_version": "fake", "aux_layer_ids": ids, "capture_points": points,
+            "kind": "aerie-dump", "format": "1", "model_path": args.model, "model_class": "Fake", "sglang_version": "fake",
+            "aux_layer_ids": ids, "capture_points": points,
             "normed": "true", "dtype": args.dtype, "logits": "{}", "rid": rid, "rows": str(rows),
         }  # fmt: skip
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A stand-in trainer for the streaming tests: reads each shard once, notes its samples and the store's size, says that it is consumed; dies on the way when told to."""
+"""A stand-in trainer for the streaming tests: reads each shard once, notes its samples and the store's size, says it is consumed; dies when told to."""
 
 from __future__ import annotations
 

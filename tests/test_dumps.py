@@ -22,7 +22,10 @@ def write(path, dtype=torch.float32, change=lambda tensors, metadata: None):
         tensors[name] = torch.randn(6, 16).to(dtype)
         if dtype == torch.float8_e4m3fn:
             tensors[f"{name}_scale"] = torch.rand(6) + 0.5
-    metadata = {"kind": "aerie-dump", "format": "1", "rid": RID, "aux_layer_ids": "[1, 2, 3]", "capture_points": "[2, 3, 4]", "normed": "true", "logits": "{}", "rows": "6", "dtype": DTYPE_NAMES[dtype]}
+    metadata = {
+        "kind": "aerie-dump", "format": "1", "rid": RID, "aux_layer_ids": "[1, 2, 3]", "capture_points": "[2, 3, 4]", "normed": "true", "logits": "{}",
+        "rows": "6", "dtype": DTYPE_NAMES[dtype],
+    }  # fmt: skip
     change(tensors, metadata)
     save_file(tensors, path, metadata=metadata)
     return path

@@ -17,7 +17,7 @@ from aerie.rid import sample_id
 from aerie.samples import Sample
 from aerie.store import Store
 from cpu_tools import free_port
-from extract_tools import fake_run, make_samples  # noqa: F401  (a fixture)
+from extract_tools import fake_run  # noqa: F401  (a fixture)
 
 
 def test_requests_that_time_out_and_arrive_late(fake_run):

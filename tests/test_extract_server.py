@@ -59,7 +59,8 @@ def test_the_real_server_killed_in_mid_prefill_and_fp8(make_config, start_server
     samples = make_samples(60, seed=6, longest=400, shortest=100, vocab=500)
     stores = {}
     for dtype in ("model", "fp8"):
-        config = make_config("deepseek_v3", f"kill-{dtype}", server={"args": {"chunked-prefill-size": 256}}, extract={"dtype": dtype, "max_in_flight": 8, "shard_gb": 2e-4})
+        options = {"dtype": dtype, "max_in_flight": 8, "shard_gb": 2e-4}
+        config = make_config("deepseek_v3", f"kill-{dtype}", server={"args": {"chunked-prefill-size": 256}}, extract=options)
         write_data(config, samples, 4)
         server = start_server(config, "extraction")
         done = {}

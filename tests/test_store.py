@@ -211,7 +211,10 @@ def _torn(path: Path) -> bool:
     return False
 
 
-@pytest.mark.parametrize("key, value", [("model_hash", "other"), ("aux_layer_ids", [1, 2, 4]), ("capture_points", [1, 2, 3]), ("dtype", "bfloat16"), ("data_hash", "d2")])
+OTHERS = [("model_hash", "other"), ("aux_layer_ids", [1, 2, 4]), ("capture_points", [1, 2, 3]), ("dtype", "bfloat16"), ("data_hash", "d2")]
+
+
+@pytest.mark.parametrize("key, value", OTHERS)
 def test_states_of_another_kind_are_refused(tmp_path, key, value):
     with StoreWriter(tmp_path, fields(data_hash="d1")) as writer:
         writer.add(**make_sample(1, 5))
@@ -272,7 +275,8 @@ def test_ten_million_rows_open_by_their_headers_alone(tmp_path):
             shard.reserve(2500, 0)
             shard.samples[place] = {
                 "id": f"{number * 1000 + place:016x}", "heldout": False, "input_ids": np.zeros(2500, np.int32), "loss_mask": np.zeros(2500, np.uint8),
-                "final": np.zeros((0, 16384), np.uint8), "final_rows": np.zeros(0, np.int64), "aux_sum": 0, "final_sum": 0, "aux_scale": None, "final_scale": None,
+                "final": np.zeros((0, 16384), np.uint8), "final_rows": np.zeros(0, np.int64),
+                "aux_sum": 0, "final_sum": 0, "aux_scale": None, "final_scale": None,
             }  # fmt: skip
         shard.finish()
     writer.abandon()

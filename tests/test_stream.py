@@ -86,11 +86,13 @@ def test_either_end_may_die_and_come_back(fake_run):
 
 @pytest.mark.slow
 def test_make_stream_with_the_real_trainer(fake_run):
-    """run_stream.py as a user starts it: 02b and 03_train at once, the trainer killed on the way; the drafter is there and every shard but the held-out one is gone."""
+    """run_stream.py as a user starts it: 02b and 03_train at once, the trainer killed on the way; the drafter is there and the store never was whole."""
     run = fake_run(samples=150, heldout=8, extract={"keep_gb": KEEP, "shard_gb": 2e-4, "max_in_flight": 4})
     run.start_server("--tok-s", "800")
-    write_vocab_map(run.root / "data" / "vocab_map.safetensors", np.arange(64), 512, {"tokenizer_hash": tokenizer_hash(run.model), "data_hash": "", "coverage": "1"})
-    options = ["train.epochs=1", "train.ttt_steps=3", "train.batch_tokens=256", "train.lr=1e-3", "train.checkpoint_every=4", "draft.vocab_size=64", "train.dtype=float32"]
+    metadata = {"tokenizer_hash": tokenizer_hash(run.model), "data_hash": "", "coverage": "1"}
+    write_vocab_map(run.root / "data" / "vocab_map.safetensors", np.arange(64), 512, metadata)
+    options = ["epochs=1", "ttt_steps=3", "batch_tokens=256", "lr=1e-3", "checkpoint_every=4", "dtype=float32"]
+    options = [f"train.{option}" for option in options] + ["draft.vocab_size=64"]
     command = [sys.executable, str(ROOT / "scripts" / "run_stream.py"), "--config", str(run.config_path), "--run", run.name]
     command += [word for option in options for word in ("--set", option)]
     process = subprocess.Popen(command, env=run.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -21,7 +21,9 @@ from .rid import Rid, parse_rid
 KIND, FORMAT = "aerie-dump", "1"
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float8_e4m3fn: "fp8"}
 # Shifted left by one bit (the sign goes), every NaN or Inf is at least this. e4m3 has NaN alone.
-NOT_FINITE = {torch.float32: (np.uint32, 0xFF000000), torch.bfloat16: (np.uint16, 0xFF00), torch.float16: (np.uint16, 0xF800), torch.float8_e4m3fn: (np.uint8, 0xFE)}
+NOT_FINITE = {
+    torch.float32: (np.uint32, 0xFF000000), torch.bfloat16: (np.uint16, 0xFF00), torch.float16: (np.uint16, 0xF800), torch.float8_e4m3fn: (np.uint8, 0xFE),
+}  # fmt: skip
 CHUNK = 1 << 16  # values looked at in one go: stays in a core's cache
 
 

@@ -96,7 +96,9 @@ def order(jobs: Sequence[Job], seed: int = 0) -> list[Job]:
     return result
 
 
-def choose(plan: Plan, done: Iterable[str], failed: Iterable[str], limit: int = 0, start_from: int = 0, only_failed: bool = False) -> tuple[list[Job], Counter[str]]:
+def choose(
+    plan: Plan, done: Iterable[str], failed: Iterable[str], limit: int = 0, start_from: int = 0, only_failed: bool = False
+) -> tuple[list[Job], Counter[str]]:
     """The jobs that are left, ordered, and how many the options leave out for now. `start_from` counts in the training file, `limit` counts what is left."""
     done, failed = set(done), set(failed)
     left_out: Counter[str] = Counter()

@@ -78,7 +78,9 @@ def default_workers() -> int:
 class Extraction:
     """One run over `jobs`. `identity` is what every dump must say of its states."""
 
-    def __init__(self, config: Config, plan: Plan, jobs: list[Job], writer: StoreWriter, urls: list[str], folder: Path, identity: dict[str, Any], workers: int = 0):
+    def __init__(
+        self, config: Config, plan: Plan, jobs: list[Job], writer: StoreWriter, urls: list[str], folder: Path, identity: dict[str, Any], workers: int = 0
+    ):
         self.config, self.plan, self.writer, self.urls, self.folder, self.identity = config, plan, writer, urls, folder, identity
         self.options = config.extract
         item = {"float32": 4, "fp8": 1}.get(identity["dtype"], 2)
@@ -236,7 +238,8 @@ class Extraction:
     def _send(self, client: Client, task: Task) -> None:
         rid = str(new_rid(self.config.run.name, task.job.id, task.job.tokens))
         body: dict[str, Any] = {
-            "rid": rid, "input_ids": self.plan.sample(task.job).input_ids.tolist(), "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True},
+            "rid": rid, "input_ids": self.plan.sample(task.job).input_ids.tolist(),
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True},
         }  # fmt: skip
         if task.prove:
             body |= logprob_request(task.job.tokens)

@@ -23,7 +23,9 @@ def logprob_request(tokens: int) -> dict[str, Any]:
 
 
 def server_choices(answer: dict[str, Any], tokens: int) -> dict[int, int]:
-    """{row: token}: the server's most likely token after each row. Entry i of input_top_logprobs is about token start + i, so it is the choice of the row before.
+    """{row: token}: the server's most likely token after each row.
+
+    Entry i of input_top_logprobs is about token start + i, so it is the choice of the row before.
 
     Raises KeyError or ValueError when the answer has another form.
     """

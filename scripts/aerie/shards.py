@@ -276,7 +276,8 @@ class Shard:
                 self.heldout = self._read(file, "heldout").astype(bool)  # [N]
         except OSError as exc:
             raise BadShard(f"it cannot be read ({exc})") from None
-        if not len(self.offsets) == len(self.final_offsets) == len(self.ids) + 1 == len(self.heldout) + 1 or self.entries["aux"]["shape"][0] != self.offsets[-1]:
+        counts = {len(self.offsets), len(self.final_offsets), len(self.ids) + 1, len(self.heldout) + 1}
+        if len(counts) != 1 or self.entries["aux"]["shape"][0] != self.offsets[-1]:
             raise BadShard("its index does not agree with its ids")
 
     def _read(self, file: Any, name: str) -> np.ndarray:

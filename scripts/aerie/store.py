@@ -28,8 +28,8 @@ from .store_files import FORMAT, append_line, read_done, read_manifest, refuse_o
 from .store_writer import StoreWriter
 
 __all__ = [
-    "Store", "StoreWriter", "StoredSample", "StreamingStore", "read_done", "read_manifest", "refuse_other_identity", "sample_of", "shard_paths", "shard_problem",
-    "supervised_rows", "whole_lines",
+    "Store", "StoreWriter", "StoredSample", "StreamingStore", "read_done", "read_manifest", "refuse_other_identity", "sample_of",
+    "shard_paths", "shard_problem", "supervised_rows", "whole_lines",
 ]  # fmt: skip
 
 MAPPED_SHARDS = 32  # maps kept open by a reader

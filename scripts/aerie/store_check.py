@@ -139,12 +139,24 @@ def info_lines(folder: Path) -> list[str]:
     manifest, done = store.manifest, read_done(folder)
     rows, finals = int(store.lengths.sum()), int(store.final_counts.sum())
     lines = [f"store    {folder}" + ("" if manifest.get("complete") else "  (not complete)")]
-    lines.append(f"target   {manifest.get('model_path', '?')} ({manifest.get('model_class', '?')}), config {str(manifest.get('model_hash', '?'))[:12]}, SGLang {manifest.get('sglang_version', '?')}")
-    lines.append(f"layers   ids {manifest['aux_layer_ids']}: state after {manifest.get('capture_points')} decoder layers, and final after the norm; H {manifest['hidden_size']}, {manifest['dtype']}")
-    lines.append(f"samples  {len(store):,} in {len(store.shards):,} shards, {int(store.heldout.sum()):,} held out; done {len(done):,} of {manifest.get('planned', '?')} planned")
+    lines.append(
+        f"target   {manifest.get('model_path', '?')} ({manifest.get('model_class', '?')}), config {str(manifest.get('model_hash', '?'))[:12]}, "
+        f"SGLang {manifest.get('sglang_version', '?')}"
+    )
+    lines.append(
+        f"layers   ids {manifest['aux_layer_ids']}: state after {manifest.get('capture_points')} decoder layers, and final after the norm; H "
+        f"{manifest['hidden_size']}, {manifest['dtype']}"
+    )
+    lines.append(
+        f"samples  {len(store):,} in {len(store.shards):,} shards, {int(store.heldout.sum()):,} held out; done {len(done):,} of "
+        f"{manifest.get('planned', '?')} planned"
+    )
     if len(store):
         quarters = np.percentile(store.lengths, [0, 25, 50, 75, 100]).astype(int)
-        lines.append(f"rows     {rows:,}; tokens a sample: min {quarters[0]}, quarter {quarters[1]}, median {quarters[2]}, three quarters {quarters[3]}, max {quarters[4]}")
+        lines.append(
+            f"rows     {rows:,}; tokens a sample: min {quarters[0]}, quarter {quarters[1]}, median {quarters[2]}, three quarters {quarters[3]}, "
+            f"max {quarters[4]}"
+        )
         lines.append(f"final    {finals:,} rows ({finals / max(rows, 1):.1%} of all)")
         lines.append(f"bytes    {store.bytes / 1e9:.3f} GB, {store.bytes / max(rows, 1):,.0f} a token")
     failed = len(whole_lines(folder / "failed.jsonl"))

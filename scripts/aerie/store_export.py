@@ -65,7 +65,10 @@ def write_speculators(sample: StoredSample, number: int, out: Path, dtype: torch
 def export(store: Store, kind: str, out: Path, heldout: bool = False, progress: Callable[[int], None] = lambda count: None) -> int:
     """Write all training samples (or the held-out ones) in the store's order; returns how many. Raises UserError when the store lacks what the format needs."""
     if kind == "speculators" and not store.manifest.get("all_final_rows"):
-        raise UserError(f"the store in {store.path} keeps `final` only where it is supervised, and speculators' files carry no mask; extract with extract.all_final_rows = true into another run")
+        raise UserError(
+            f"the store in {store.path} keeps `final` only where it is supervised, and speculators' files carry no mask; extract with "
+            "extract.all_final_rows = true into another run"
+        )
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} is not empty; name a new folder")
     stored = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.bfloat16}[store.manifest["dtype"]]

@@ -23,7 +23,7 @@ POLL_S = 0.5
 
 
 def wait_for_heldout(stream: StreamingStore, planned: int, say: Callable[[str], None], patience_s: float = 120.0) -> Store:
-    """The held-out samples, which come first and stay: waits until all `planned` are there, or the first training shard is and they are not after `patience_s`."""
+    """The held-out samples, which come first and stay. Waits until all `planned` are there, or `patience_s` longer than the first training shard."""
     since = 0.0
     said = False
     while True:

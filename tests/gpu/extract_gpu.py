@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Extraction on a real GPU, in one go (under four minutes): what it keeps of the server's prefill rate, and the client's own ceiling. Writes JSON into OUT, prints a table.
+"""Extraction on a real GPU, in one go (under four minutes): what it keeps of the server's prefill rate, and the client's own ceiling.
+
+Writes JSON into OUT, prints a table.
 
 usage: tests/gpu/extract_gpu.py OUT [--model FOLDER]     (default: random weights in SmolLM2-135M's shape; speed does not depend on them)
 Run by hand on a GPU machine whose Python has SGLang and the capture patch (scripts/00_apply_patch.sh). Each part goes on when another fails.
@@ -30,7 +32,8 @@ SHAPE = {
 }  # fmt: skip
 # A server without FlashAttention's binaries; no decode graphs: extraction asks for one token
 ARGS = {
-    "attention-backend": "triton", "sampling-backend": "pytorch", "grammar-backend": "none", "mem-fraction-static": 0.6, "max-total-tokens": 400000, "context-length": 8192,
+    "attention-backend": "triton", "sampling-backend": "pytorch", "grammar-backend": "none", "mem-fraction-static": 0.6, "max-total-tokens": 400000,
+    "context-length": 8192,
     "disable-cuda-graph": True, "chunked-prefill-size": 16384, "max-prefill-tokens": 32768, "max-running-requests": 128, "skip-tokenizer-init": True,
 }  # fmt: skip
 
@@ -81,9 +84,10 @@ def main() -> None:
     bench = [sys.executable, str(ROOT / "scripts" / "bench_extract.py"), "--config", str(config), "--run", "gpu"]
     size = ["--samples", str(args.samples), "--tokens", *(("300", "4000") if gpu else ("20", "60"))]
     count = "120" if gpu else "8"
+    ceiling = [*bench, "--ceiling", "--dumps", str(work), "--samples", count, "--tokens", "600", "600", "--port", str(free_port())]
     parts = {
-        "ceiling_tmpfs": part("ceiling_tmpfs", out, [*bench, "--ceiling", "--dumps", str(work), "--samples", count, "--tokens", "600", "600", "--rounds", "2", "--store", str(work), "--port", str(free_port())], 60),
-        "ceiling_disk": part("ceiling_disk", out, [*bench, "--ceiling", "--dumps", str(work), "--samples", count, "--tokens", "600", "600", "--rounds", "1", "--store", str(out), "--port", str(free_port())], 60),
+        "ceiling_tmpfs": part("ceiling_tmpfs", out, [*ceiling, "--rounds", "2", "--store", str(work)], 60),
+        "ceiling_disk": part("ceiling_disk", out, [*ceiling, "--rounds", "1", "--store", str(out)], 60),
         "extract": part("extract", out, [*bench, *size, "--rounds", "3", "--store", str(work)], 200),
     }  # fmt: skip
     subprocess.run(["rm", "-rf", str(work), str(out / "runs")], check=False)
