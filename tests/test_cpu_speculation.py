@@ -48,11 +48,26 @@ def check_lossless(server, plain):
     assert sum(count for depth, count in accepted.items() if depth > 1) > 0, accepted
 
 
+def check_sampled_neighbours(server, plain):
+    """Sampled requests in the same batches: greedy ones stay as they were, sampled ones come back whole and follow top_k = 1 exactly."""
+    sampled = {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "max_new_tokens": TOKENS, "ignore_eos": True}
+    one_choice = sampled | {"top_k": 1}
+    with ThreadPoolExecutor(12) as pool:
+        greedy = [pool.submit(generate, server.url, prompt, TOKENS) for prompt in PROMPTS]
+        warm = [pool.submit(generate, server.url, prompt, TOKENS, sampling_params=sampled) for prompt in PROMPTS[:3]]
+        cold = [pool.submit(generate, server.url, prompt, TOKENS, sampling_params=one_choice) for prompt in PROMPTS[:3]]
+    assert [answer.result()["output_ids"] for answer in greedy] == plain
+    assert [answer.result()["output_ids"] for answer in cold] == plain[:3]
+    for answer in warm:
+        assert len(answer.result()["output_ids"]) == TOKENS and all(0 <= token < 512 for token in answer.result()["output_ids"])
+
+
 @pytest.mark.server
 def test_llama_chain(speculate):
     server, _, plain = speculate("llama", 1, 3, 4)
     try:
         check_lossless(server, plain)
+        check_sampled_neighbours(server, plain)
     finally:
         server.stop()
 

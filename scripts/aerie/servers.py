@@ -32,16 +32,25 @@ DRAFTER_OPS = ROOT / "patches" / "drafter_ops"
 CPU_ARGS: dict[str, Any] = {
     "attention-backend": "torch_native",
     "sampling-backend": "pytorch",
-    "mem-fraction-static": 0.1,
+    "mem-fraction-static": 0.5,  # max-total-tokens sizes the cache; a small fraction fails when another process takes memory during the load
     "max-total-tokens": 16384,
     "max-running-requests": 32,
     "sleep-on-idle": True,
 }
 
-# glibc keeps freed memory instead of giving megabytes back after each operator and faulting them in again: attention at 32 requests takes a third less time.
-# OMP_WAIT_POLICY, GOMP_SPINCOUNT: OpenMP threads that spin while they wait starve everything else on a small machine (2 to 10 tok/s instead of 47 beside other work, measured).
-# TORCHDYNAMO_DISABLE: SGLang compiles a few small functions of its samplers, seconds each at the first request, for nothing on a CPU.
-CPU_ENV = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "TORCHDYNAMO_DISABLE": "1", "MALLOC_MMAP_THRESHOLD_": "33554432", "MALLOC_TRIM_THRESHOLD_": "1073741824", "MALLOC_TOP_PAD_": "67108864"}
+CPU_ENV = {
+    # OpenMP threads that spin while they wait starve everything else on a small machine: 2 to 10 tok/s instead of 47 beside other work, measured.
+    "OMP_WAIT_POLICY": "passive",
+    "GOMP_SPINCOUNT": "0",
+    # SGLang compiles a few small functions of its samplers, seconds each at the first request, for nothing on a CPU.
+    "TORCHDYNAMO_DISABLE": "1",
+    # glibc keeps freed memory instead of giving it back after each operator and faulting it in again: attention at 32 requests takes a third less time.
+    "MALLOC_MMAP_THRESHOLD_": "33554432",
+    "MALLOC_TRIM_THRESHOLD_": "1073741824",
+    "MALLOC_TOP_PAD_": "67108864",
+    # Ended by SIGTERM, a server otherwise sleeps 5 s before it looks for GPU stack traces.
+    "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
+}
 
 
 @lru_cache

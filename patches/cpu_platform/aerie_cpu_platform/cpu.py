@@ -5,7 +5,7 @@ from __future__ import annotations
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.interface import PlatformCapabilities, PlatformEnum, SRTPlatform
 
-SMALL = {"max_total_tokens": 16384, "max_running_requests": 32, "mem_fraction_static": 0.1, "sampling_backend": "pytorch", "attention_backend": "torch_native"}
+SMALL = {"max_total_tokens": 16384, "max_running_requests": 32, "mem_fraction_static": 0.5, "sampling_backend": "pytorch", "attention_backend": "torch_native"}
 
 
 def _create_attention_backend(runner):

@@ -35,7 +35,7 @@ def load_reference_tree() -> ModuleType:
 
 
 def replace(module: ModuleType, name: str, function: Callable) -> None:
-    """module.name = function, also in every SGLang module that has already imported it by name."""
+    """module.name = function, also in every SGLang module that has already imported it by name (a name without a CPU kernel is None there)."""
     old = getattr(module, name)
     for other in [item for key, item in sys.modules.items() if key.startswith("sglang.")]:
         if getattr(other, "__dict__", {}).get(name) is old:
@@ -87,9 +87,33 @@ def fill_accept_out_cache_loc(accept_index, out_cache_loc, accept_out_cache_loc,
     accept_out_cache_loc[: kept.numel()] = kept.to(accept_out_cache_loc.dtype)
 
 
+def top_k_renorm(probs: torch.Tensor, top_ks: torch.Tensor) -> torch.Tensor:
+    """probs [N, V] with all but each row's top_ks [N] largest set to 0, summing to 1 again; equals of the smallest one kept stay too."""
+    ordered = probs.sort(dim=-1, descending=True).values
+    smallest = ordered.gather(1, (top_ks.long().clamp(1, probs.shape[1]) - 1).unsqueeze(1))
+    kept = probs.masked_fill(probs < smallest, 0.0)
+    return kept / kept.sum(dim=-1, keepdim=True)
+
+
+def top_p_renorm(probs: torch.Tensor, top_ps: torch.Tensor) -> torch.Tensor:
+    """probs [N, V] cut to the fewest tokens that reach top_ps [N] together, summing to 1 again."""
+    ordered, order = probs.sort(dim=-1, descending=True)
+    before = ordered.cumsum(-1) - ordered  # mass of the likelier ones
+    kept = torch.zeros_like(probs).scatter(1, order, ordered.masked_fill(before >= top_ps.unsqueeze(1), 0.0))
+    return kept / kept.sum(dim=-1, keepdim=True)
+
+
+def draw(target_probs: torch.Tensor, coins: torch.Tensor) -> torch.Tensor:
+    """One token for each node: target_probs [B, D, V] and a number in [0, 1) for each node [B, D] -> [B, D] int64, by the inverse of the sums."""
+    sums = target_probs.double().cumsum(-1)
+    found = torch.searchsorted(sums, (coins.double().unsqueeze(-1) * sums[..., -1:]), right=True).squeeze(-1)
+    return torch.minimum(found, (target_probs > 0).double().cumsum(-1).argmax(-1))  # never past the last token that can come
+
+
 def install_kernels() -> None:
     """Put the PyTorch functions where SGLang's EAGLE worker looks. Runs before the worker is imported or after, in each process."""
-    from sglang.kernels.ops.speculative import cache_locs, eagle, spec_tree
+    from sglang.kernels.ops.sampling import renorm
+    from sglang.kernels.ops.speculative import cache_locs, eagle, spec_tree, verify_sampling
     from sglang.srt.mem_cache import allocation
 
     tree = load_reference_tree()
@@ -116,6 +140,18 @@ def install_kernels() -> None:
         accept_token_num.copy_(taken.accept_token_num)
         return predicts, accept_index, accept_token_num
 
+    def sample_tree(
+        predicts, accept_index, accept_token_num, candidates, retrive_index, retrive_next_token, retrive_next_sibling, uniform_samples,
+        uniform_samples_for_final_sampling, target_probs, draft_probs, threshold_single=1.0, threshold_acc=1.0, deterministic=True,
+    ) -> None:  # fmt: skip
+        # Draw the target's own next token at every node, then walk as greedy verification does: each answer is an exact sample of the target's
+        # distribution, which is what SGLang's kernel computes with both thresholds at 1. (Thresholds below 1 accept more there, not here.)
+        drawn = draw(target_probs, uniform_samples)
+        verify_tree_greedy(predicts, accept_index, accept_token_num, candidates, retrive_index, retrive_next_token, retrive_next_sibling, drawn)
+
+    replace(verify_sampling, "tree_speculative_sampling_target_only", sample_tree)
+    replace(renorm, "top_k_renorm_prob", top_k_renorm)
+    replace(renorm, "top_p_renorm_prob", top_p_renorm)
     replace(spec_tree, "build_tree_kernel_efficient_func", build_tree)
     replace(spec_tree, "verify_tree_greedy_func", verify_tree_greedy)
     replace(cache_locs, "assign_draft_cache_locs_contiguous_func", assign_draft_cache_locs)
