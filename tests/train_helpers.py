@@ -62,6 +62,9 @@ class FakeStore:
         return self.samples[index]
 
 
+MLA = {"arch": "mla", "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "head_dim": 12, "num_key_value_heads": 4}
+
+
 def make_shape(**changes) -> DrafterShape:
     """A tiny drafter's shape with grouped queries."""
     values = dict(
@@ -72,8 +75,9 @@ def make_shape(**changes) -> DrafterShape:
 
 
 def numbers_of(shape: DrafterShape) -> Numbers:
+    latent = (shape.q_lora_rank, shape.kv_lora_rank, shape.qk_nope_head_dim, shape.qk_rope_head_dim, shape.v_head_dim) if shape.arch == "mla" else None
     options = {name for name in ("fc_norm", "norm_before_fc", "norm_output") if getattr(shape, name)}
-    return Numbers(shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim, shape.rms_norm_eps, shape.rope["rope_theta"], shape.num_aux, options)
+    return Numbers(shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim, shape.rms_norm_eps, shape.rope["rope_theta"], shape.num_aux, options, latent)
 
 
 def make_drafter(shape: DrafterShape, seed: int = 0, dtype: torch.dtype = torch.float32, std: float = 0.3) -> Drafter:

@@ -20,6 +20,7 @@ class Numbers:
     theta: float = 10000.0
     num_aux: int = 3
     options: set[str] = field(default_factory=set)  # fc_norm, norm_before_fc, norm_output
+    latent: tuple[int, int, int, int, int] | None = None  # MLA: q_lora_rank, kv_lora_rank, nope, rope, v
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -44,8 +45,27 @@ def fused_state(w: dict[str, Tensor], n: Numbers, aux: Tensor) -> Tensor:
     return w["fc.weight"] @ aux
 
 
+def rotate_pairs(x: Tensor, position: int, theta: float) -> Tensor:
+    """x [heads, d], DeepSeek's style: pairs (2i, 2i + 1)."""
+    return rotate(torch.cat([x[:, ::2], x[:, 1::2]], dim=-1), position, theta).view(len(x), 2, -1).transpose(1, 2).reshape(len(x), -1)
+
+
+def project_latent(w: dict[str, Tensor], n: Numbers, x: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k [heads, nope + rope], v [heads, v] of multi-head latent attention."""
+    _, kv_rank, nope, rope, v_dim = n.latent
+    attention = "midlayer.self_attn."
+    q = (w[attention + "q_b_proj.weight"] @ norm(w[attention + "q_a_proj.weight"] @ x, w[attention + "q_a_layernorm.weight"], n.eps)).view(n.heads, nope + rope)
+    latent = w[attention + "kv_a_proj_with_mqa.weight"] @ x
+    kv = (w[attention + "kv_b_proj.weight"] @ norm(latent[:kv_rank], w[attention + "kv_a_layernorm.weight"], n.eps)).view(n.heads, nope + v_dim)
+    shared = rotate_pairs(latent[kv_rank:].view(1, rope), position, n.theta)
+    q = torch.cat([q[:, :nope], rotate_pairs(q[:, nope:], position, n.theta)], dim=-1)
+    return q, torch.cat([kv[:, :nope], shared.repeat(n.heads, 1)], dim=-1), kv[:, nope:]
+
+
 def project(w: dict[str, Tensor], n: Numbers, embedding: Tensor, state: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor]:
     x = torch.cat([norm(embedding, w["midlayer.input_layernorm.weight"], n.eps), norm(state, w["midlayer.hidden_norm.weight"], n.eps)])
+    if n.latent:
+        return project_latent(w, n, x, position)
     q, k, v = ((w[f"midlayer.self_attn.{name}_proj.weight"] @ x).view(-1, n.head_dim) for name in "qkv")
     return rotate(q, position, n.theta), rotate(k, position, n.theta), v
 
@@ -68,6 +88,7 @@ def layer(w: dict[str, Tensor], n: Numbers, state: Tensor, q: Tensor, keys: list
 
 def reference(w: dict[str, Tensor], n: Numbers, samples: list, embedding: Tensor, head: Tensor, draft_ids: Tensor, steps: int, decay: float) -> SimpleNamespace:
     """samples: input_ids [T], loss_mask [T], aux [T, A*H], final_all [T, H]. Returns loss, logits by (sample, row, step), and the counts by step."""
+    w = {name.replace("layers.0.", "midlayer."): value for name, value in w.items()}
     total, logits, first_rows = 0.0, {}, 0
     rows, correct = [0] * steps, [0] * steps
     for sample in samples:

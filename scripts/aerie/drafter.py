@@ -1,4 +1,5 @@
-"""The drafter: one decoder layer over [embedding, state], as SGLang's LlamaForCausalLMEagle3 (sglang/srt/models/llama_eagle3.py) computes it.
+"""The drafter: one decoder layer over [embedding, state], as SGLang computes it: LlamaForCausalLMEagle3 (sglang/srt/models/llama_eagle3.py), or with the latent
+attention of DeepSeek and Kimi Eagle3DeepseekV2ForCausalLM (kimi_k25_eagle3.py).
 
 Inside, q, k and v are one matrix, split into the half that reads the token's embedding and the half that reads the state: the embedding's half is computed once
 for all TTT steps. The export has SGLang's names (see export.py).
@@ -35,7 +36,12 @@ class DrafterShape:
     fc_norm: bool = False  # a norm for each auxiliary state
     norm_before_fc: bool = False  # one norm over all of them
     norm_output: bool = False  # the next step reads the state after the final norm, not before it
-    arch: str = "llama"
+    arch: str = "llama"  # or mla; then head_dim is that of queries and keys, nope + rope
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
 
     @property
     def q_size(self) -> int:
@@ -44,6 +50,21 @@ class DrafterShape:
     @property
     def kv_size(self) -> int:
         return self.num_key_value_heads * self.head_dim
+
+    @property
+    def fused_size(self) -> int:
+        """Width of what embedding and state are projected to: q, k, v, or their latents."""
+        return self.q_lora_rank + self.kv_lora_rank + self.qk_rope_head_dim if self.arch == "mla" else self.q_size + 2 * self.kv_size
+
+    @property
+    def attended_size(self) -> int:
+        """Width of what attention hands to the output projection."""
+        return self.num_attention_heads * (self.v_head_dim if self.arch == "mla" else self.head_dim)
+
+    @property
+    def rope_dim(self) -> int:
+        """How much of a head is rotated."""
+        return self.qk_rope_head_dim if self.arch == "mla" else self.head_dim
 
     @property
     def scale(self) -> float:
@@ -68,8 +89,8 @@ def inverse_frequencies(rope: dict[str, Any], dim: int) -> tuple[Tensor, float]:
 
 
 def rope_table(shape: DrafterShape, positions: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """cos, sin [positions, head_dim/2] float32."""
-    inverse, factor = inverse_frequencies(shape.rope, shape.head_dim)
+    """cos, sin [positions, rope_dim/2] float32."""
+    inverse, factor = inverse_frequencies(shape.rope, shape.rope_dim)
     angles = torch.outer(torch.arange(positions, dtype=torch.float32), inverse)
     return (angles.cos() * factor).to(device), (angles.sin() * factor).to(device)
 
@@ -79,6 +100,13 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+def apply_rope_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate neighbours (DeepSeek's style): pairs (2i, 2i + 1). x [R, heads, d]; cos, sin [R, d/2]."""
+    first, second = x[..., ::2], x[..., 1::2]
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2).to(x.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -116,17 +144,22 @@ def accumulate(total: Tensor, grad: Tensor, x: Tensor) -> None:
 class Drafter(nn.Module):
     """Parameters in master precision. `compute(name)` is the matrix as the GEMMs read it: the master itself, or its copy in the compute dtype."""
 
-    MATRICES = ("fc", "qkv_embed", "qkv_state", "o", "gate_up", "down", "lm_head")
+    MATRICES = ("fc", "qkv_embed", "qkv_state", "q_b", "kv_b", "o", "gate_up", "down", "lm_head")
 
     def __init__(self, shape: DrafterShape, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"):
         super().__init__()
         self.shape = shape
         h, inner, aux = shape.hidden_size, shape.intermediate_size, shape.target_hidden_size * shape.num_aux
         sizes: dict[str, tuple[int, ...]] = {
-            "fc": (h, aux), "qkv_embed": (shape.q_size + 2 * shape.kv_size, h), "qkv_state": (shape.q_size + 2 * shape.kv_size, h),
-            "o": (h, shape.q_size), "gate_up": (2 * inner, h), "down": (h, inner), "lm_head": (shape.draft_vocab_size, h),
+            "fc": (h, aux), "qkv_embed": (shape.fused_size, h), "qkv_state": (shape.fused_size, h), "o": (h, shape.attended_size),
+            "gate_up": (2 * inner, h), "down": (h, inner), "lm_head": (shape.draft_vocab_size, h),
             "embed_norm": (h,), "state_norm": (h,), "post_norm": (h,), "norm": (h,),
         }  # fmt: skip
+        if shape.arch == "mla":
+            sizes |= {
+                "q_b": (shape.q_size, shape.q_lora_rank), "kv_b": (shape.num_attention_heads * (shape.qk_nope_head_dim + shape.v_head_dim), shape.kv_lora_rank),
+                "q_a_norm": (shape.q_lora_rank,), "kv_a_norm": (shape.kv_lora_rank,),
+            }  # fmt: skip
         if shape.fc_norm:
             sizes["fc_norm"] = (shape.num_aux, shape.target_hidden_size)
         if shape.norm_before_fc:
@@ -156,8 +189,9 @@ class Drafter(nn.Module):
     @torch.no_grad()
     def refresh(self) -> None:
         """After the masters changed: bring the copies in the compute dtype up to date."""
-        for name in self.MATRICES:
-            master = getattr(self, name)
+        for name, master in self.named_parameters():
+            if name not in self.MATRICES:
+                continue
             if master.dtype != self.compute_dtype and self.fused_grads:
                 if name not in self._copies:
                     self._copies[name] = torch.empty_like(master, dtype=self.compute_dtype, requires_grad=False)
@@ -206,11 +240,25 @@ class Drafter(nn.Module):
         return self.linear(normed, "qkv_state", add=embed_part), state
 
     def heads(self, fused: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """fused [R, q + 2 kv], cos and sin [R, d/2] -> q [R, nq, d], k, v [R, nkv, d], q and k rotated."""
+        """fused [R, q + 2 kv], cos and sin [R, d/2] -> q [R, nq, d], k, v [R, nkv, d], q and k rotated. MLA: v is padded to d with zeros."""
         shape = self.shape
+        if shape.arch == "mla":
+            return self._latent_heads(fused, cos, sin)
         q, k, v = fused.split([shape.q_size, shape.kv_size, shape.kv_size], dim=-1)
         q, k, v = (part.unflatten(-1, (-1, shape.head_dim)) for part in (q, k, v))
         return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
+
+    def _latent_heads(self, fused: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Latents [R, q_lora + kv_lora + rope] -> q, k, v [R, heads, nope + rope], as DeepseekV2AttentionMLA's unabsorbed form."""
+        shape, eps = self.shape, self.shape.rms_norm_eps
+        q_a, kv_a, k_rope = fused.split([shape.q_lora_rank, shape.kv_lora_rank, shape.qk_rope_head_dim], dim=-1)
+        q = self.linear(rms_norm(q_a, self.q_a_norm, eps), "q_b").unflatten(-1, (shape.num_attention_heads, -1))
+        kv = self.linear(rms_norm(kv_a, self.kv_a_norm, eps), "kv_b").unflatten(-1, (shape.num_attention_heads, -1))
+        q_nope, q_rope = q.split([shape.qk_nope_head_dim, shape.qk_rope_head_dim], dim=-1)
+        k_nope, v = kv.split([shape.qk_nope_head_dim, shape.v_head_dim], dim=-1)
+        k_rope = apply_rope_pairs(k_rope.unsqueeze(1), cos, sin).expand(-1, shape.num_attention_heads, -1)
+        q = torch.cat([q_nope, apply_rope_pairs(q_rope, cos, sin)], dim=-1)
+        return q, torch.cat([k_nope, k_rope], dim=-1), nn.functional.pad(v, (0, shape.head_dim - shape.v_head_dim))
 
     def norm_fork(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """(norm of x, x): read x from here on from the second, so that the fused kernel sums its gradients."""
@@ -231,6 +279,8 @@ class Drafter(nn.Module):
 
     def after_attention(self, state: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
         """state [R, H] (the residual), attended [R, nq * d] -> (input of the LM head, state of the next step), both [R, H]."""
+        if self.shape.arch == "mla":
+            attended = attended.unflatten(-1, (-1, self.shape.head_dim))[..., : self.shape.v_head_dim].flatten(-2)
         normed, middle = self.norm_fork(self.linear(attended, "o", add=state), self.post_norm)
         out = self.linear(self.gated(self.linear(normed, "gate_up")), "down", add=middle)
         normed, out = self.norm_fork(out, self.norm)

@@ -31,8 +31,19 @@ def make_shape(config: Config, target: TargetWeights) -> DrafterShape:
     kv_heads = draft.num_key_value_heads or (heads if draft.num_attention_heads else model.get("num_key_value_heads") or heads)
     head_dim = draft.head_dim or model.get("head_dim") or hidden // heads
     rope = rope_of(model)
-    if draft.rope_theta:
-        rope = {"rope_type": "default", "rope_theta": draft.rope_theta}
+    if draft.rope_theta or rope["rope_type"] not in ("default", "linear", "llama3"):  # yarn stretches a trained model; a new layer does without
+        rope = {"rope_type": "default", "rope_theta": draft.rope_theta or rope["rope_theta"]}
+    latent: dict[str, int] = {}
+    if draft.arch == "mla":
+        names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        if not all(model.get(name) for name in names):
+            raise UserError(f"draft.arch = 'mla' takes {', '.join(names)} from the target, and {target.folder} has none; set draft.arch = 'llama'")
+        latent = {name: int(model[name]) for name in names}
+        kv_heads, head_dim = heads, latent["qk_nope_head_dim"] + latent["qk_rope_head_dim"]
+        if draft.norm_before_fc:
+            raise UserError("draft.norm_before_fc = true: the MLA drafter of SGLang does not read it; set it to false, or use draft.fc_norm")
+        if latent["v_head_dim"] > head_dim:
+            raise UserError(f"draft.arch = 'mla': v_head_dim {latent['v_head_dim']} above nope + rope {head_dim} is not supported; set draft.arch = 'llama'")
     vocab = model["vocab_size"]
     if heads % kv_heads or head_dim % 2:
         raise UserError(f"draft: {kv_heads} key heads must divide {heads} query heads, and head_dim {head_dim} must be even")
@@ -44,7 +55,7 @@ def make_shape(config: Config, target: TargetWeights) -> DrafterShape:
         num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim, vocab_size=vocab, draft_vocab_size=min(draft.vocab_size, vocab),
         num_aux=len(config.target.aux_layer_ids), rms_norm_eps=float(model.get("rms_norm_eps", 1e-6)),
         max_position_embeddings=max(longest, int(model.get("max_position_embeddings", 2048))), rope=rope,
-        fc_norm=draft.fc_norm, norm_before_fc=draft.norm_before_fc, norm_output=draft.norm_output, arch=draft.arch,
+        fc_norm=draft.fc_norm, norm_before_fc=draft.norm_before_fc, norm_output=draft.norm_output, arch=draft.arch, **latent,
     )  # fmt: skip
 
 
@@ -66,7 +77,14 @@ def init_from_target(drafter: Drafter, target: TargetWeights, head: Tensor, gene
                 parameter.copy_(value)
                 taken.append(name)
 
-    take("qkv_state", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    if shape.arch == "mla":
+        take("qkv_state", "self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa")
+        take("q_b", "self_attn.q_b_proj")
+        take("kv_b", "self_attn.kv_b_proj")
+        take("q_a_norm", "self_attn.q_a_layernorm")
+        take("kv_a_norm", "self_attn.kv_a_layernorm")
+    else:
+        take("qkv_state", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     take("o", "self_attn.o_proj")
     take("gate_up", "mlp.gate_proj", "mlp.up_proj")
     take("down", "mlp.down_proj")

@@ -18,57 +18,61 @@ from .errors import UserError
 from .report import write_json
 
 
+ARCHITECTURES = {"llama": "LlamaForCausalLMEagle3", "mla": "Eagle3DeepseekV2ForCausalLM"}
+SIMPLE = {  # parameters that keep their form
+    "fc": "fc", "embed_norm": "midlayer.input_layernorm", "state_norm": "midlayer.hidden_norm", "o": "midlayer.self_attn.o_proj",
+    "post_norm": "midlayer.post_attention_layernorm", "down": "midlayer.mlp.down_proj", "norm": "norm", "lm_head": "lm_head", "input_norm": "input_norm",
+    "q_b": "midlayer.self_attn.q_b_proj", "kv_b": "midlayer.self_attn.kv_b_proj", "q_a_norm": "midlayer.self_attn.q_a_layernorm",
+    "kv_a_norm": "midlayer.self_attn.kv_a_layernorm",
+}  # fmt: skip
+
+
+def fused_parts(shape: DrafterShape) -> dict[str, int]:
+    """The rows of [qkv_embed, qkv_state] by SGLang's names."""
+    if shape.arch == "mla":
+        return {"q_a_proj": shape.q_lora_rank, "kv_a_proj_with_mqa": shape.kv_lora_rank + shape.qk_rope_head_dim}
+    return {"q_proj": shape.q_size, "k_proj": shape.kv_size, "v_proj": shape.kv_size}
+
+
 def to_names(drafter: Drafter) -> dict[str, Tensor]:
     """The parameters by SGLang's names."""
-    shape, h = drafter.shape, drafter.shape.hidden_size
-    qkv = torch.cat([drafter.qkv_embed.detach(), drafter.qkv_state.detach()], dim=1)  # [q + 2 kv, 2H]: embedding first, as SGLang concatenates
-    q, k, v = qkv.split([shape.q_size, shape.kv_size, shape.kv_size])
-    gate, up = drafter.gate_up.detach().split(shape.intermediate_size)
-    named = {
-        "fc.weight": drafter.fc, "midlayer.input_layernorm.weight": drafter.embed_norm, "midlayer.hidden_norm.weight": drafter.state_norm,
-        "midlayer.self_attn.q_proj.weight": q, "midlayer.self_attn.k_proj.weight": k, "midlayer.self_attn.v_proj.weight": v,
-        "midlayer.self_attn.o_proj.weight": drafter.o, "midlayer.post_attention_layernorm.weight": drafter.post_norm,
-        "midlayer.mlp.gate_proj.weight": gate, "midlayer.mlp.up_proj.weight": up, "midlayer.mlp.down_proj.weight": drafter.down,
-        "norm.weight": drafter.norm, "lm_head.weight": drafter.lm_head,
-    }  # fmt: skip
+    shape, parameters = drafter.shape, dict(drafter.named_parameters())
+    named = {f"{name}.weight": parameters[own] for own, name in SIMPLE.items() if own in parameters}
+    fused = torch.cat([drafter.qkv_embed.detach(), drafter.qkv_state.detach()], dim=1)  # [.., 2H]: embedding first, as SGLang concatenates
+    parts = fused_parts(shape)
+    named |= {f"midlayer.self_attn.{name}.weight": part for name, part in zip(parts, fused.split(list(parts.values())))}
+    named["midlayer.mlp.gate_proj.weight"], named["midlayer.mlp.up_proj.weight"] = drafter.gate_up.detach().split(shape.intermediate_size)
     if shape.fc_norm:
         named |= {f"fc_norm.{i}.weight": drafter.fc_norm[i] for i in range(shape.num_aux)}
-    if shape.norm_before_fc:
-        named["input_norm.weight"] = drafter.input_norm
-    assert h * 2 == qkv.shape[1]
+    if shape.arch == "mla":  # that class's loader knows the layer by this name alone
+        named = {name.replace("midlayer.", "layers.0.", 1): value for name, value in named.items()}
     return {name: value.detach() for name, value in named.items()}
 
 
 @torch.no_grad()
 def from_names(drafter: Drafter, named: dict[str, Tensor], where: str) -> None:
-    """Fill the parameters from tensors by SGLang's names (also `layers.0.`). Raises UserError naming what is missing or does not fit."""
-    named = {name.removeprefix("model.").replace("layers.0.", "midlayer.", 1): value for name, value in named.items()}
+    """Fill the parameters from tensors by SGLang's names (midlayer. or layers.0.). Raises UserError naming what is missing or does not fit."""
 
-    def get(name: str, like: tuple[int, ...]) -> Tensor:
-        if name not in named:
-            raise UserError(f"{where}: tensor {name} is missing; this folder is no drafter of this shape")
-        if tuple(named[name].shape) != like:
-            raise UserError(f"{where}: tensor {name} is {list(named[name].shape)}, this config's drafter has {list(like)}; set [draft] to the shape of that drafter")
-        return named[name]
+    def plain(name: str) -> str:
+        return name.removeprefix("model.").replace("layers.0.", "midlayer.", 1)
 
+    named = {plain(name): value for name, value in named.items()}
     for name, own in to_names(drafter).items():
-        get(name, tuple(own.shape))
+        found = named.get(plain(name))
+        if found is None:
+            raise UserError(f"{where}: tensor {name} is missing; this folder is no drafter of this shape")
+        if found.shape != own.shape:
+            raise UserError(f"{where}: tensor {name} is {list(found.shape)}, this config's drafter has {list(own.shape)}; set [draft] to the shape of that drafter")
     shape, h = drafter.shape, drafter.shape.hidden_size
-    attention = "midlayer.self_attn."
-    qkv = torch.cat([named[f"{attention}{part}_proj.weight"] for part in "qkv"])
-    drafter.qkv_embed.copy_(qkv[:, :h])
-    drafter.qkv_state.copy_(qkv[:, h:])
+    fused = torch.cat([named[f"midlayer.self_attn.{name}.weight"] for name in fused_parts(shape)])
+    drafter.qkv_embed.copy_(fused[:, :h])
+    drafter.qkv_state.copy_(fused[:, h:])
     drafter.gate_up.copy_(torch.cat([named["midlayer.mlp.gate_proj.weight"], named["midlayer.mlp.up_proj.weight"]]))
-    simple = {
-        "fc": "fc", "embed_norm": "midlayer.input_layernorm", "state_norm": "midlayer.hidden_norm", "o": f"{attention}o_proj",
-        "post_norm": "midlayer.post_attention_layernorm", "down": "midlayer.mlp.down_proj", "norm": "norm", "lm_head": "lm_head",
-    }  # fmt: skip
-    for own, name in simple.items():
-        getattr(drafter, own).copy_(named[f"{name}.weight"])
+    for own, parameter in drafter.named_parameters():
+        if own in SIMPLE:
+            parameter.copy_(named[f"{SIMPLE[own]}.weight"])
     if shape.fc_norm:
         drafter.fc_norm.copy_(torch.stack([named[f"fc_norm.{i}.weight"] for i in range(shape.num_aux)]))
-    if shape.norm_before_fc:
-        drafter.input_norm.copy_(named["input_norm.weight"])
 
 
 def drafter_config(shape: DrafterShape, aux_layer_ids: list[int], target: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -76,7 +80,7 @@ def drafter_config(shape: DrafterShape, aux_layer_ids: list[int], target: dict[s
     scaling = {key: value for key, value in shape.rope.items() if key != "rope_theta"}
     name = str(dtype).removeprefix("torch.")
     config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": shape.hidden_size, "target_hidden_size": shape.target_hidden_size,
+        "architectures": [ARCHITECTURES[shape.arch]], "model_type": "llama" if shape.arch == "llama" else "deepseek_v3", "hidden_size": shape.hidden_size, "target_hidden_size": shape.target_hidden_size,
         "intermediate_size": shape.intermediate_size, "num_hidden_layers": 1, "num_attention_heads": shape.num_attention_heads,
         "num_key_value_heads": shape.num_key_value_heads, "head_dim": shape.head_dim, "hidden_act": "silu", "rms_norm_eps": shape.rms_norm_eps,
         "vocab_size": shape.vocab_size, "draft_vocab_size": shape.draft_vocab_size, "max_position_embeddings": shape.max_position_embeddings,
@@ -86,6 +90,11 @@ def drafter_config(shape: DrafterShape, aux_layer_ids: list[int], target: dict[s
         "initializer_range": 0.02, "use_cache": True, "dtype": name, "torch_dtype": name,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(aux_layer_ids), "use_aux_hidden_state": True, "norm_before_fc": shape.norm_before_fc},
     }  # fmt: skip
+    if shape.arch == "mla":
+        config |= {
+            "q_lora_rank": shape.q_lora_rank, "kv_lora_rank": shape.kv_lora_rank, "qk_nope_head_dim": shape.qk_nope_head_dim, "head_dim": shape.qk_rope_head_dim,
+            "qk_rope_head_dim": shape.qk_rope_head_dim, "v_head_dim": shape.v_head_dim, "first_k_dense_replace": 1,
+        }  # fmt: skip
     config |= {key: target[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if target.get(key) is not None}
     return config
 

@@ -55,7 +55,7 @@ def unroll(drafter: Drafter, batch: Batch, fixed: Fixed, rope: Rope, divisor: fl
         teacher = Teacher(fixed.head.logits(batch.final, fixed.head.draft_head), lse, fixed.head.to_draft[tops])
         embeddings = fixed.embedding.index_select(0, batch.next_ids)
     rope.reserve(int(batch.offsets.diff().max()) + fixed.steps)
-    engine = (FastEngine if drafter.fast else PlainEngine)(drafter, batch, rope, fixed.steps)
+    engine = (FastEngine if drafter.fast and drafter.shape.arch == "llama" else PlainEngine)(drafter, batch, rope, fixed.steps)
     all_states = drafter.fuse_aux(batch.aux)  # [T, H]
     embed_part = drafter.embed_part(embeddings)  # [T, q + 2 kv]
     fused, all_states = drafter.project(all_states, embed_part)
