@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from train_helpers import MLA, make_drafter, make_fixed, make_sample, make_shape
+from train_helpers import MLA, YARN, make_drafter, make_fixed, make_sample, make_shape
 
 from aerie.batches import build_batch
 from aerie.export import export_drafter, from_names, read_drafter
@@ -51,8 +51,8 @@ CASES = {
     "fc_norm-norm_output": {"fc_norm": True, "norm_output": True},
     "norm_before_fc-two": {"norm_before_fc": True, "num_aux": 2},
     "llama3-rope": {"rope": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}},
-    "mla": MLA,
-    "mla-fc_norm-norm_output": {**MLA, "fc_norm": True, "norm_output": True},
+    "mla": {**MLA, "rope": YARN},
+    "mla-fc_norm-norm_output": {**MLA, "rope": YARN, "fc_norm": True, "norm_output": True},
 }  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from train_helpers import MLA, make_drafter, make_fixed, make_sample, make_shape, numbers_of
+from train_helpers import MLA, YARN, make_drafter, make_fixed, make_sample, make_shape, numbers_of
 from train_reference import reference
 
 import aerie.unroll as unroll_module
@@ -60,7 +60,7 @@ def check(options: dict, steps: int = 4, masks=MASKS, fused: bool = True) -> Non
         torch.testing.assert_close(gradient, weights[name].grad, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("options", [{}, {"fc_norm": True}, {"norm_before_fc": True}, {"norm_output": True}, {"num_aux": 2}, {"num_key_value_heads": 4}, MLA, {**MLA, "fc_norm": True, "norm_output": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"fc_norm": True}, {"norm_before_fc": True}, {"norm_output": True}, {"num_aux": 2}, {"num_key_value_heads": 4}, MLA, {**MLA, "rope": YARN, "fc_norm": True, "norm_output": True}], ids=str)
 def test_loss_and_gradients_equal_the_naive_reference(options):
     check(options)
 

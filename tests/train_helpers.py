@@ -64,6 +64,10 @@ class FakeStore:
 
 MLA = {"arch": "mla", "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "head_dim": 12, "num_key_value_heads": 4}
 
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.5,
+}  # fmt: skip
+
 
 def make_shape(**changes) -> DrafterShape:
     """A tiny drafter's shape with grouped queries."""
@@ -77,7 +81,7 @@ def make_shape(**changes) -> DrafterShape:
 def numbers_of(shape: DrafterShape) -> Numbers:
     latent = (shape.q_lora_rank, shape.kv_lora_rank, shape.qk_nope_head_dim, shape.qk_rope_head_dim, shape.v_head_dim) if shape.arch == "mla" else None
     options = {name for name in ("fc_norm", "norm_before_fc", "norm_output") if getattr(shape, name)}
-    return Numbers(shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim, shape.rms_norm_eps, shape.rope["rope_theta"], shape.num_aux, options, latent)
+    return Numbers(shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim, shape.rms_norm_eps, shape.rope["rope_theta"], shape.num_aux, options, latent, shape.rope if shape.rope["rope_type"] == "yarn" else None)
 
 
 def make_drafter(shape: DrafterShape, seed: int = 0, dtype: torch.dtype = torch.float32, std: float = 0.3) -> Drafter:

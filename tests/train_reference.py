@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ class Numbers:
     num_aux: int = 3
     options: set[str] = field(default_factory=set)  # fc_norm, norm_before_fc, norm_output
     latent: tuple[int, int, int, int, int] | None = None  # MLA: q_lora_rank, kv_lora_rank, nope, rope, v
+    yarn: dict | None = None  # MLA: the target's rope
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -45,9 +47,30 @@ def fused_state(w: dict[str, Tensor], n: Numbers, aux: Tensor) -> Tensor:
     return w["fc.weight"] @ aux
 
 
-def rotate_pairs(x: Tensor, position: int, theta: float) -> Tensor:
+def yarn_frequency(i: int, d: int, yarn: dict) -> float:
+    """Radians a position of pair i under yarn: below pair `low` as trained, above `high` divided by the factor."""
+    theta, old = yarn["rope_theta"], yarn["original_max_position_embeddings"]
+    low, high = (d * math.log(old / (turns * 2 * math.pi)) / (2 * math.log(theta)) for turns in (yarn["beta_fast"], yarn["beta_slow"]))
+    low, high = max(math.floor(low), 0), min(math.ceil(high), d - 1)
+    ramp = min(max((i - low) / max(high - low, 0.001), 0), 1)
+    plain = theta ** (-2 * i / d)
+    return plain * (1 - ramp) + plain / yarn["factor"] * ramp
+
+
+def yarn_size(yarn: dict, name: str) -> float:
+    return 0.1 * yarn[name] * math.log(yarn["factor"]) + 1
+
+
+def rotate_pairs(x: Tensor, position: int, n: Numbers) -> Tensor:
     """x [heads, d], DeepSeek's style: pairs (2i, 2i + 1)."""
-    return rotate(torch.cat([x[:, ::2], x[:, 1::2]], dim=-1), position, theta).view(len(x), 2, -1).transpose(1, 2).reshape(len(x), -1)
+    out = torch.zeros_like(x)
+    for i in range(x.shape[-1] // 2):
+        frequency = yarn_frequency(i, x.shape[-1], n.yarn) if n.yarn else n.theta ** (-2 * i / x.shape[-1])
+        size = yarn_size(n.yarn, "mscale") / yarn_size(n.yarn, "mscale_all_dim") if n.yarn else 1.0
+        cos, sin = math.cos(position * frequency) * size, math.sin(position * frequency) * size
+        out[:, 2 * i] = x[:, 2 * i] * cos - x[:, 2 * i + 1] * sin
+        out[:, 2 * i + 1] = x[:, 2 * i + 1] * cos + x[:, 2 * i] * sin
+    return out
 
 
 def project_latent(w: dict[str, Tensor], n: Numbers, x: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -57,8 +80,8 @@ def project_latent(w: dict[str, Tensor], n: Numbers, x: Tensor, position: int) -
     q = (w[attention + "q_b_proj.weight"] @ norm(w[attention + "q_a_proj.weight"] @ x, w[attention + "q_a_layernorm.weight"], n.eps)).view(n.heads, nope + rope)
     latent = w[attention + "kv_a_proj_with_mqa.weight"] @ x
     kv = (w[attention + "kv_b_proj.weight"] @ norm(latent[:kv_rank], w[attention + "kv_a_layernorm.weight"], n.eps)).view(n.heads, nope + v_dim)
-    shared = rotate_pairs(latent[kv_rank:].view(1, rope), position, n.theta)
-    q = torch.cat([q[:, :nope], rotate_pairs(q[:, nope:], position, n.theta)], dim=-1)
+    shared = rotate_pairs(latent[kv_rank:].view(1, rope), position, n)
+    q = torch.cat([q[:, :nope], rotate_pairs(q[:, nope:], position, n)], dim=-1)
     return q, torch.cat([kv[:, :nope], shared.repeat(n.heads, 1)], dim=-1), kv[:, nope:]
 
 
@@ -76,6 +99,8 @@ def layer(w: dict[str, Tensor], n: Numbers, state: Tensor, q: Tensor, keys: list
     for head in range(n.heads):
         group = head // (n.heads // n.kv_heads)
         scores = torch.stack([q[head] @ key[group] for key in keys]) / n.head_dim**0.5
+        if n.yarn:
+            scores = scores * yarn_size(n.yarn, "mscale_all_dim") ** 2
         weights = torch.softmax(scores, dim=0)
         heads.append(sum(weight * value[group] for weight, value in zip(weights, values)))
     middle = state + w["midlayer.self_attn.o_proj.weight"] @ torch.cat(heads)

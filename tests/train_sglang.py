@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 os.environ["AERIE_CPU_PLATFORM"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "patches" / "cpu_platform"))
@@ -21,8 +20,20 @@ import torch
 from safetensors.torch import load_file, save_file
 
 
+class Quiet:
+    """Stands for SGLang's forward batch and mode: what is not set is None, every is_...() is False."""
+
+    def __init__(self, **fields) -> None:
+        self.__dict__.update(fields)
+
+    def __getattr__(self, name: str):
+        return (lambda *_: False) if name.startswith(("is_", "contains_")) else None
+
+
 class PlainAttention:
-    """Keeps every key by row and chain; `mode` says which rows ask."""
+    """Keeps every key by row and chain. Each call after the first is one later step of all rows."""
+
+    prefill_attention_backend_str = decode_attention_backend_str = "torch_native"
 
     def __init__(self) -> None:
         self.prefix: tuple[torch.Tensor, torch.Tensor] | None = None  # first-step keys and values
@@ -30,9 +41,6 @@ class PlainAttention:
 
     def forward(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
         heads, kv_heads = layer.tp_q_head_num, layer.tp_k_head_num
-        if kwargs.get("k_rope") is not None:
-            k = torch.cat([k.view(len(k), kv_heads, -1), kwargs["k_rope"].view(len(k), kv_heads, -1)], dim=-1)
-            q = torch.cat([q.view(len(q), heads, -1), kwargs["q_rope"].view(len(q), heads, -1)], dim=-1)
         q, k, v = q.view(len(q), heads, -1), k.view(len(k), kv_heads, -1), v.view(len(v), kv_heads, -1)
         if self.prefix is None:
             self.prefix = (k, v)
@@ -52,6 +60,7 @@ def start(folder: Path) -> None:
     """What SGLang wants to be there before a model is built: arguments and process groups."""
     from sglang.srt.distributed import parallel_state
     from sglang.srt.layers.dp_attention import initialize_dp_attention
+    from sglang.srt.models.deepseek_common import attention_backend_handler
     from sglang.srt.runtime_context import get_context, get_parallel
     from sglang.srt.server_args import ServerArgs
 
@@ -60,6 +69,7 @@ def start(folder: Path) -> None:
     get_parallel().override_permanently(tp_rank=0, pp_rank=0)
     parallel_state.init_distributed_environment(world_size=1, rank=0, local_rank=0, distributed_init_method=f"file://{folder}.rendezvous", backend="gloo")
     parallel_state.initialize_model_parallel()
+    attention_backend_handler.AttentionBackendRegistry.register("torch_native", attention_backend_handler._dispatch_mla_subtype)  # as the CPU platform does
     initialize_dp_attention(server_args)
 
 
@@ -77,18 +87,17 @@ def load(folder: Path):
 @torch.no_grad()
 def draft(folder: Path) -> None:
     """Logits of the drafter in folder/drafter on folder/states.safetensors."""
-    from sglang.srt.layers import radix_attention
+    from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
     given, model, backend = load_file(folder / "states.safetensors"), load(folder / "drafter"), PlainAttention()
-    radix_attention.get_attn_backend = lambda: backend
     model.model.embed_tokens.weight.data[: len(given["embedding"])] = given["embedding"]  # SGLang pads vocabularies to 64
     ids, hidden = given["input_ids"].long(), given["aux"]
-    mode = SimpleNamespace(is_extend=lambda: False, is_draft_extend_v2=lambda: False)
     logits = {"hot_token_id": model.hot_token_id.clone()}
     for step in range(int(given["steps"])):
         count = len(ids) - 1 - step
-        batch = SimpleNamespace(spec_info=SimpleNamespace(hidden_states=hidden[:count]), forward_mode=mode, mm_input_embeds=None, contains_mm_inputs=lambda: False)
-        normed, aux = model.model(ids[1 + step :], torch.arange(count) + step, batch)
+        batch = Quiet(spec_info=Quiet(hidden_states=hidden[:count]), forward_mode=Quiet())
+        with forward_context(ForwardContext(attn_backend=backend)):
+            normed, aux = model.model(ids[1 + step :], torch.arange(count) + step, batch)
         logits[f"logits_{step}"] = (normed @ model.lm_head.weight[: model.config.draft_vocab_size].T).contiguous()
         hidden = aux[0]
     save_file(logits, folder / "logits.safetensors")

@@ -68,8 +68,30 @@ class DrafterShape:
 
     @property
     def scale(self) -> float:
-        """What scores are multiplied by."""
-        return self.head_dim**-0.5
+        """What scores are multiplied by; DeepSeek's yarn sharpens them with the context's stretch."""
+        scale = self.head_dim**-0.5
+        if self.rope.get("rope_type") == "yarn":
+            scale *= yarn_mscale(float(self.rope["factor"]), float(self.rope.get("mscale_all_dim", 0.0))) ** 2
+        return scale
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """How much yarn enlarges what it stretches by `factor`."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def yarn_frequencies(rope: dict[str, Any], dim: int, inverse: Tensor) -> tuple[Tensor, float]:
+    """DeepSeek's yarn (sglang/srt/layers/rotary_embedding/rope_variant.py): slow pairs are stretched, fast ones kept, a ramp between."""
+    factor, theta, old = float(rope["factor"]), float(rope["rope_theta"]), float(rope["original_max_position_embeddings"])
+
+    def pair(turns: float) -> float:  # the pair that turns so often over the old context
+        return dim * math.log(old / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = max(math.floor(pair(float(rope.get("beta_fast", 32)))), 0)
+    high = min(math.ceil(pair(float(rope.get("beta_slow", 1)))), dim - 1)
+    stretched = ((torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
+    size = yarn_mscale(factor, float(rope.get("mscale", 1.0))) / yarn_mscale(factor, float(rope.get("mscale_all_dim", 0.0)))
+    return inverse / factor * stretched + inverse * (1 - stretched), size
 
 
 def inverse_frequencies(rope: dict[str, Any], dim: int) -> tuple[Tensor, float]:
@@ -85,7 +107,9 @@ def inverse_frequencies(rope: dict[str, Any], dim: int) -> tuple[Tensor, float]:
         wavelength = 2 * math.pi / inverse
         smooth = ((old / wavelength - low) / (high - low)).clamp(0, 1)
         return inverse / factor * (1 - smooth) + inverse * smooth, 1.0
-    raise UserError(f"rope type {kind!r} is not supported for the drafter (default, linear, llama3); set draft.rope_theta to use plain rope")
+    if kind == "yarn":
+        return yarn_frequencies(rope, dim, inverse)
+    raise UserError(f"rope type {kind!r} is not supported for the drafter (default, linear, llama3; yarn with MLA); set draft.rope_theta to use plain rope")
 
 
 def rope_table(shape: DrafterShape, positions: int, device: torch.device | str) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,8 @@ def make_shape(config: Config, target: TargetWeights) -> DrafterShape:
     kv_heads = draft.num_key_value_heads or (heads if draft.num_attention_heads else model.get("num_key_value_heads") or heads)
     head_dim = draft.head_dim or model.get("head_dim") or hidden // heads
     rope = rope_of(model)
-    if draft.rope_theta or rope["rope_type"] not in ("default", "linear", "llama3"):  # yarn stretches a trained model; a new layer does without
+    known = ("default", "yarn") if draft.arch == "mla" else ("default", "linear", "llama3")
+    if draft.rope_theta or rope["rope_type"] not in known:  # yarn stretches a trained model; a new layer does without, but in SGLang's MLA class
         rope = {"rope_type": "default", "rope_theta": draft.rope_theta or rope["rope_theta"]}
     latent: dict[str, int] = {}
     if draft.arch == "mla":
