@@ -20,11 +20,11 @@ import torch
 
 from aerie.checkpoints import last_checkpoint, read_state
 from aerie.config import Config, add_config_arguments, config_from_args
-from aerie.curves import draw_curves, warnings_of
+from aerie.curves import Curves, draw_curves, warnings_of
 from aerie.drafter import Drafter
 from aerie.drafter_fit import fit_drafter
 from aerie.drafter_init import init_from_target, make_shape
-from aerie.errors import UserError, run_main
+from aerie.errors import EXIT_FAILED, UserError, run_main
 from aerie.export import export_drafter, from_names, read_drafter
 from aerie.extract_plan import make_plan
 from aerie.identity import model_hash, tokenizer_hash
@@ -38,6 +38,7 @@ from aerie.ttt_loss import TargetHead
 from aerie.unroll import Fixed
 from aerie.vocab import load_vocab_map
 
+OVERFIT_STEPS, OVERFIT_SHARE = 300, 0.9
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -101,11 +102,22 @@ def begin(config: Config, drafter: Drafter, target: TargetWeights, head: torch.T
     return taken
 
 
+def verdict(found: dict, samples: int) -> int:
+    """Of --overfit: a sound pipeline memorises a few samples nearly whole. Returns the exit code."""
+    share = found["predicted_accept_length"] / max(found["possible_accept_length"], 1e-9)
+    sound = share >= OVERFIT_SHARE
+    print(f"{'sound' if sound else 'NOT sound'}: {samples} memorised samples give accept length {found['predicted_accept_length']:.2f} of {found['possible_accept_length']:.2f} possible "
+          f"({100 * share:.0f}%, {100 * OVERFIT_SHARE:.0f}% asked for)"
+          + ("" if sound else "; look at alignment, mask, draft vocabulary (data/report.json: coverage) and train.lr before a long run"), flush=True)  # fmt: skip
+    return 0 if sound else EXIT_FAILED
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_config_arguments(parser)
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint; an error when there is none or it is of another run")
     parser.add_argument("--stream", action="store_true", help="train while the extraction runs, each shard once (run_stream.py starts both)")
+    parser.add_argument("--overfit", type=int, default=0, metavar="N", help="the test before a long run: memorise N samples and say whether the pipeline is sound (exit code 1 if not)")
     parser.add_argument("--fresh", action="store_true", help="start anew, whatever checkpoints there are")
     args = parser.parse_args()
     config = config_from_args(args)
@@ -125,6 +137,9 @@ def main() -> int:
     training, heldout = np.flatnonzero(~store.heldout), np.flatnonzero(store.heldout)
     if not len(training) and not stream:
         raise UserError(f"the store in {store.path} holds no training sample; make data and extract first")
+    if args.overfit:
+        training = heldout = training[: args.overfit]
+        train.eval_samples, train.eval_every, train.epochs, train.aux_noise, train.weight_decay = len(training), OVERFIT_STEPS, OVERFIT_STEPS, 0.0, 0.0
     head = target_head(store.manifest, target, draft_ids, device, dtype)
     drafter = Drafter(shape, device=device)
     origin = begin(config, drafter, target, head.draft_head, store)
@@ -150,10 +165,12 @@ def main() -> int:
         trainer = StreamTrainer(stream, steps, train, drafter, fixed, store, run.checkpoints, config.serve.num_steps, on_best)
         training = [job for job in planned.jobs if not job.heldout]
     else:
-        trainer = Trainer(train, drafter, fixed, store, training, heldout, run.checkpoints, config.serve.num_steps, on_best)
+        trainer = Trainer(train, drafter, fixed, store, training, heldout, None if args.overfit else run.checkpoints, config.serve.num_steps, on_best)
+    if args.overfit:
+        trainer.plan.steps = trainer.plan.steps[:OVERFIT_STEPS]
     print(f"drafter: {sum(p.numel() for p in drafter.parameters()) / 1e6:.1f} M parameters, {origin}; {dtype} on {device}", flush=True)
-    print(f"{len(training)} samples to train on, {len(heldout[: train.eval_samples])} held out; {len(trainer.plan.steps)} steps in {train.epochs} epochs", flush=True)
-    latest = last_checkpoint(run.checkpoints)
+    print(f"{len(training)} samples to train on, {len(heldout[: train.eval_samples])} held out; {len(trainer.plan.steps)} steps{'' if args.overfit else f' in {train.epochs} epochs'}", flush=True)
+    latest = None if args.overfit else last_checkpoint(run.checkpoints)
     if latest is not None and not args.fresh and read_state(latest).get("fingerprint") == belongs:
         trainer.resume(latest)
         if stream:
@@ -166,12 +183,16 @@ def main() -> int:
     else:
         if latest is not None:
             print(f"starting anew: {latest.name} is of other data or another config" if not args.fresh else "starting anew", flush=True)
-        shutil.rmtree(run.checkpoints, ignore_errors=True)
+        if not args.overfit:
+            shutil.rmtree(run.checkpoints, ignore_errors=True)
     trainer.extra_state = {"fingerprint": belongs}
+    tensorboard = Curves(run.root / "tensorboard")
+    trainer.on_numbers = tensorboard.add
     progress = Progress(len(training) * train.epochs, "trained", already=trainer.state.samples)
     started = time.monotonic()
     state = trainer.run(progress)
     progress.close()
+    tensorboard.close()
     if state.best < 0:  # no held-out samples: the last weights are all there is
         export_drafter(run.drafter, drafter, draft_ids, config.target.aux_layer_ids, target.config, export_dtype, {**identity, "step": state.step})
     warnings = warnings_of(state.history, state.evals)
@@ -188,6 +209,8 @@ def main() -> int:
     )  # fmt: skip
     print(f"trained on {state.samples} samples in {state.seconds:.0f} s, {report['train_tok_s']:.0f} tok/s; predicted accept length "
           f"{report['predicted_accept_length'] or float('nan'):.3f} (step {state.best_step}); {run.drafter}", flush=True)  # fmt: skip
+    if args.overfit:
+        return verdict(best, args.overfit)
     return 0
 
 

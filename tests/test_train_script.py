@@ -84,3 +84,19 @@ def test_refusals_are_one_sentence(make_config, change, words):
         write_run(config)
     done = train(config, "--set", change)
     assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_overfit_says_whether_the_pipeline_is_sound(make_config):
+    config = make(make_config, "train-overfit", train={"lr": 5e-3})
+    write_run(config)
+    done = train(config, "--overfit", "4")
+    assert done.returncode == 0 and "\nsound: 4 memorised samples" in done.stdout, done.stdout + done.stderr
+    assert list((config.run.root / "tensorboard").glob("events*")) and not config.run.checkpoints.exists()
+
+
+@pytest.mark.slow
+def test_overfit_sees_states_of_the_wrong_row(make_config):
+    config = make(make_config, "train-unsound", train={"lr": 5e-3})
+    write_run(config, learnable=False, samples=64)  # random text and random teachers that do not point at it
+    done = train(config, "--overfit", "48")
+    assert done.returncode == 1 and "NOT sound" in done.stdout, done.stdout + done.stderr

@@ -9,6 +9,35 @@ LEAK_LOSS = 0.05  # nats: below it so early the label is among the inputs
 LEAK_STEPS = 20
 
 
+class Curves:
+    """TensorBoard files, where the package is installed."""
+
+    def __init__(self, folder: Path):
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            self.writer = None
+            print("tensorboard is not installed: no TensorBoard files (curves.png and report.json have the same numbers)", flush=True)
+            return
+        self.writer = SummaryWriter(str(folder))
+
+    def add(self, kind: str, numbers: dict[str, Any]) -> None:
+        """One window of training or one evaluation."""
+        if self.writer is None:
+            return
+        for name, value in numbers.items():
+            if isinstance(value, list):
+                for step, item in enumerate(value):
+                    self.writer.add_scalar(f"{kind}/{name}/{step}", item, numbers["step"])
+            elif name not in ("step", "samples"):
+                self.writer.add_scalar(f"{kind}/{name}", value, numbers["step"])
+
+    def close(self) -> None:
+        """Write what is left."""
+        if self.writer is not None:
+            self.writer.close()
+
+
 def warnings_of(history: list[dict[str, Any]], evals: list[dict[str, Any]]) -> list[str]:
     """Sentences about curves that no sound run has."""
     found = []

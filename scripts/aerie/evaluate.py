@@ -7,7 +7,7 @@ from typing import Any, Iterable, Sequence
 import numpy as np
 import torch
 
-from .batches import Batch, Reader
+from .batches import Batch, Reader, supervised_depth
 from .drafter import Drafter
 from .ttt_loss import StepCounts
 from .unroll import Fixed, Rope, unroll
@@ -56,7 +56,7 @@ def accepted_by_row(batch: Batch, drafted: Sequence[torch.Tensor], fixed: Fixed)
 @torch.no_grad()
 def evaluate(drafter: Drafter, store: Any, reader: Reader, batches: Iterable[Sequence[int]], fixed: Fixed, rope: Rope, num_steps: int) -> dict[str, Any]:
     """Metrics over these samples; `num_steps` draft tokens a verification, as serving drafts. The store gives the masks to walk."""
-    window, walked = Window(num_steps), Walked()
+    window, walked, possible = Window(num_steps), Walked(), Walked()
     own = Fixed(fixed.embedding, fixed.head, num_steps, fixed.decay)
     masks = {}
     device = fixed.embedding.device
@@ -76,5 +76,9 @@ def evaluate(drafter: Drafter, store: Any, reader: Reader, batches: Iterable[Seq
             padded = np.zeros(len(mask), dtype=np.int64)
             padded[: last - first] = accepted[first:last]
             walked.add(walk(mask, padded))
+            possible.add(walk(mask, supervised_depth(mask, num_steps)))
             samples += 1
-    return {"samples": samples, **window.metrics(), "walked_tokens": walked.tokens, "verifications": walked.verifications, "predicted_accept_length": walked.accept_length}
+    return {
+        "samples": samples, **window.metrics(), "walked_tokens": walked.tokens, "verifications": walked.verifications,
+        "predicted_accept_length": walked.accept_length, "possible_accept_length": possible.accept_length,
+    }  # fmt: skip

@@ -22,6 +22,9 @@ from .progress import Progress
 from .unroll import Fixed, Rope, unroll
 
 
+WINDOWS = 100  # how many points the training curves have
+
+
 def learning_rate(train: Train, step: int, total: int) -> float:
     """Linear warm-up, then cosine down to min_lr_ratio of the peak. `step` counts from 0."""
     warmup = max(1, round(train.warmup_ratio * total))
@@ -90,6 +93,8 @@ class Trainer:
         self.state = State()
         self.stop_reason = ""
         self.last_samples: list[str] = []
+        self.window_steps = max(1, math.ceil(len(self.plan.steps) / WINDOWS))
+        self.on_numbers: Callable[[str, dict[str, Any]], None] = lambda kind, numbers: None  # each window of training ("train") and each evaluation ("eval")
         self.extra_state: dict[str, Any] = {}  # goes into every checkpoint
 
     def resume(self, folder: Path) -> None:
@@ -124,8 +129,9 @@ class Trainer:
                     window.add(one)
                 epoch_end = state.step in self.plan.epoch_ends
                 due = epoch_end if not train.eval_every else state.step % train.eval_every == 0
-                if epoch_end or state.step == len(self.plan.steps) or (train.eval_every and due):
+                if epoch_end or state.step % self.window_steps == 0 or state.step == len(self.plan.steps):
                     state.history.append({"step": state.step, "lr": learning_rate(train, state.step - 1, len(self.plan.steps)), **window.metrics()})
+                    self.on_numbers("train", state.history[-1])
                     window = Window(self.fixed.steps)
                 if due or state.step == len(self.plan.steps):
                     state.seconds += time.monotonic() - since
@@ -199,6 +205,7 @@ class Trainer:
             return
         found = {"step": state.step, **evaluate(self.drafter, self.store, self.eval_reader, self.heldout, self.fixed, self.rope, self.num_steps)}
         state.evals.append(found)
+        self.on_numbers("eval", found)
         if found["predicted_accept_length"] > state.best:
             state.best, state.best_step, state.without_better = found["predicted_accept_length"], state.step, 0
             self.on_best(self.drafter, found)
