@@ -627,7 +627,8 @@ class Capture:
             self._enqueue(job, ids, states, starts, runs, fp8)
             return
         main = torch.cuda.current_stream(self.device)
-        states[-1] = states[-1].clone()  # the auxiliary states are ours; the final one may lie in a buffer that the next forward uses again
+        # The auxiliary states are ours; ids and the final state may lie in buffers that the next forward uses again (seen on a GPU: the next batch's ids in a dump).
+        ids, states[-1] = ids.clone(), states[-1].clone()
         self.stream.wait_stream(main)
         with torch.cuda.stream(self.stream):
             job.started, job.event = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True, blocking=True)

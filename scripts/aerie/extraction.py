@@ -386,7 +386,7 @@ class Extraction:
                 raise UserError(f"the server's states changed during the run: {', '.join(differ)}; was it started again with another model or config?")
             if task.prove:
                 try:
-                    self.proof.compare(dump.final_float(), task.answer)
+                    self.proof.compare(dump.final_float(), task.answer, found["dtype"])
                 except (KeyError, ValueError, IndexError, TypeError) as exc:
                     raise DumpError(f"the server's answer has no log-probabilities of the known form ({exc!r})") from None
             scales = {"aux_scale": torch.stack(dump.aux_scale, 1).numpy(), "final_scale": dump.final_scale.numpy()} if dump.aux_scale else {}
