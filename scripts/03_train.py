@@ -8,6 +8,7 @@ import argparse
 import hashlib
 import importlib.util
 import json
+import os
 import shutil
 import sys
 import time
@@ -21,6 +22,7 @@ import torch
 from aerie.checkpoints import last_checkpoint, read_state
 from aerie.config import Config, add_config_arguments, config_from_args
 from aerie.curves import Curves, draw_curves, warnings_of
+from aerie.distributed import start_group
 from aerie.drafter import Drafter
 from aerie.drafter_fit import fit_drafter
 from aerie.drafter_init import init_from_target, make_shape
@@ -126,6 +128,11 @@ def main() -> int:
         torch.set_num_threads(train.threads)
     torch.manual_seed(train.seed)
     device, dtype = pick_device(config)
+    group = start_group(device.type == "cuda")
+    if group.world > 1 and args.stream:
+        raise UserError("--stream trains in one process; start it without torchrun, or train after the extraction")
+    if group.rank:
+        sys.stdout = open(os.devnull, "w")  # the first process speaks for all
     target = TargetWeights(config.model_path)
     stream = StreamingStore(run.store) if args.stream else None
     planned = make_plan(run.data, config.extract.all_final_rows) if stream else None
@@ -155,6 +162,8 @@ def main() -> int:
     }  # fmt: skip
 
     def on_best(best: Drafter, found: dict) -> None:
+        if group.rank:
+            return
         print(f"step {found['step']}: predicted accept length {found['predicted_accept_length']:.3f}, held-out accuracy "
               f"{', '.join(f'{value:.3f}' for value in found['accuracy'])}; exported", flush=True)  # fmt: skip
         training_json = {**identity, "step": found["step"], "predicted_accept_length": found["predicted_accept_length"]}
@@ -165,7 +174,7 @@ def main() -> int:
         trainer = StreamTrainer(stream, steps, train, drafter, fixed, store, run.checkpoints, config.serve.num_steps, on_best)
         training = [job for job in planned.jobs if not job.heldout]
     else:
-        trainer = Trainer(train, drafter, fixed, store, training, heldout, None if args.overfit else run.checkpoints, config.serve.num_steps, on_best)
+        trainer = Trainer(train, drafter, fixed, store, training, heldout, None if args.overfit else run.checkpoints, config.serve.num_steps, on_best, group)
     if args.overfit:
         trainer.plan.steps = trainer.plan.steps[:OVERFIT_STEPS]
     print(f"drafter: {sum(p.numel() for p in drafter.parameters()) / 1e6:.1f} M parameters, {origin}; {dtype} on {device}", flush=True)
@@ -183,18 +192,23 @@ def main() -> int:
     else:
         if latest is not None:
             print(f"starting anew: {latest.name} is of other data or another config" if not args.fresh else "starting anew", flush=True)
-        if not args.overfit:
+        group.barrier()  # all have looked
+        if not args.overfit and not group.rank:
             shutil.rmtree(run.checkpoints, ignore_errors=True)
     trainer.extra_state = {"fingerprint": belongs}
-    tensorboard = Curves(run.root / "tensorboard")
-    trainer.on_numbers = tensorboard.add
-    progress = Progress(len(training) * train.epochs, "trained", already=trainer.state.samples)
+    tensorboard = Curves(run.root / "tensorboard") if not group.rank else None
+    if tensorboard:
+        trainer.on_numbers = tensorboard.add
+    progress = Progress(len(training) * train.epochs, "trained", already=trainer.state.samples, stream=open(os.devnull, "w") if group.rank else None)
     started = time.monotonic()
     state = trainer.run(progress)
     progress.close()
+    full = trainer.full_drafter() if state.best < 0 else drafter
+    if group.rank:
+        return 0
     tensorboard.close()
     if state.best < 0:  # no held-out samples: the last weights are all there is
-        export_drafter(run.drafter, drafter, draft_ids, config.target.aux_layer_ids, target.config, export_dtype, {**identity, "step": state.step})
+        export_drafter(run.drafter, full, draft_ids, config.target.aux_layer_ids, target.config, export_dtype, {**identity, "step": state.step})
     warnings = warnings_of(state.history, state.evals)
     for warning in warnings:
         print(f"warning: {warning}", flush=True)
@@ -204,7 +218,7 @@ def main() -> int:
         run.drafter / "report.json", config=config.as_dict(), predicted_accept_length=best.get("predicted_accept_length"), best_step=state.best_step, steps=state.step,
         epochs=train.epochs, samples=state.samples, tokens=state.tokens, supervised_rows=state.rows, train_seconds=state.seconds,
         train_tok_s=state.tokens / max(state.seconds, 1e-9), wall_seconds=time.monotonic() - started, eval=best, evals=state.evals, history=state.history,
-        bad_samples=trainer.reader.bad, warnings=warnings, stopped_early=trainer.stop_reason, drafter_parameters=sum(p.numel() for p in drafter.parameters()),
+        bad_samples=state.bad or trainer.reader.bad, processes=group.world, warnings=warnings, stopped_early=trainer.stop_reason, drafter_parameters=sum(p.numel() for p in drafter.parameters()),
         init=origin, compute_dtype=str(dtype), **({"peak_gpu_bytes": torch.cuda.max_memory_allocated()} if device.type == "cuda" else {}),
     )  # fmt: skip
     print(f"trained on {state.samples} samples in {state.seconds:.0f} s, {report['train_tok_s']:.0f} tok/s; predicted accept length "

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from .distributed import Group, like, whole
 from .drafter import Drafter
 from .errors import UserError
 from .report import write_json
@@ -25,17 +26,28 @@ def folder_of(root: Path, step: int) -> Path:
     return root / f"step-{step:08d}"
 
 
-def save_checkpoint(root: Path, step: int, best_step: int, drafter: Drafter, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Path:
-    """Write step's folder under a temporary name, rename it, then remove all others but the best's. `state` must be plain JSON values."""
+def save_checkpoint(root: Path, step: int, best_step: int, drafter: Drafter, optimizer: torch.optim.Optimizer, state: dict[str, Any], group: Group = Group()) -> Path:
+    """Write step's folder under a temporary name, rename it, then remove all others but the best's. `state` must be plain JSON values.
+
+    Every process must call this; the first one writes.
+    """
+    tensors = {f"model.{name}": whole(parameter.detach()) for name, parameter in drafter.named_parameters()}
+    for name, parameter in drafter.named_parameters():
+        tensors |= {f"optimizer.{name}.{key}": whole(value) for key, value in optimizer.state.get(parameter, {}).items()}
+    tensors["rng"] = torch.get_rng_state()
+    if group.rank == 0:
+        write_checkpoint(root, step, best_step, tensors, state)
+    group.barrier()
+    return folder_of(root, step)
+
+
+def write_checkpoint(root: Path, step: int, best_step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+    """The writing part of save_checkpoint()."""
     final = folder_of(root, step)
     temporary = root / f".{final.name}.{os.getpid()}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        tensors = {f"model.{name}": parameter.detach() for name, parameter in drafter.named_parameters()}
-        for name, parameter in drafter.named_parameters():
-            tensors |= {f"optimizer.{name}.{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
-        tensors["rng"] = torch.get_rng_state()
         tensors = {name: value.cpu().contiguous() for name, value in tensors.items()}
         save_file(tensors, temporary / "tensors.safetensors")
         with open(temporary / "tensors.safetensors", "rb") as file:
@@ -48,7 +60,6 @@ def save_checkpoint(root: Path, step: int, best_step: int, drafter: Drafter, opt
     for other in root.glob("step-*"):
         if other not in (final, folder_of(root, best_step)):
             shutil.rmtree(other, ignore_errors=True)
-    return final
 
 
 def last_checkpoint(root: Path) -> Path | None:
@@ -80,9 +91,9 @@ def load_checkpoint(folder: Path, drafter: Drafter, optimizer: torch.optim.Optim
         if saved is None or saved.shape != parameter.shape:
             raise UserError(f"{folder} holds a drafter of another shape ({name}: {list(saved.shape) if saved is not None else 'missing'}, this one {list(parameter.shape)}); "
                             "start anew without --resume, or set [draft] back")
-        parameter.copy_(saved)
+        parameter.copy_(like(saved, parameter))
         prefix = f"optimizer.{name}."
-        own = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+        own = {key.removeprefix(prefix): like(value, parameter) if value.dim() else value for key, value in tensors.items() if key.startswith(prefix)}
         if own:
             optimizer_state[trained.index(name)] = own
     if optimizer is not None and optimizer_state:

@@ -204,6 +204,10 @@ class Drafter(nn.Module):
             else:
                 parameter.fill_(1.0)
 
+    def forward(self, function: Any, *args: Any) -> Any:
+        """function(self, *args) as one forward of the module: FSDP gathers the weights around it."""
+        return function(self, *args)
+
     def set_compute(self, dtype: torch.dtype, fused_grads: bool = True) -> None:
         """Compute in `dtype`; with fused_grads every matrix has a zeroed .grad that backward adds to."""
         self.compute_dtype, self.fused_grads = dtype, fused_grads

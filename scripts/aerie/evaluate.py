@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from .batches import Batch, Reader, supervised_depth
+from .distributed import Group
 from .drafter import Drafter
 from .ttt_loss import StepCounts
 from .unroll import Fixed, Rope, unroll
@@ -29,6 +30,15 @@ class Window:
             now = torch.stack([one.loss.double(), one.correct.double(), one.reached.double(), one.accepted.double()])
             before = self.sums[step]
             self.sums[step] = now if before is None else before + now
+
+    def reduce(self, group: Group, device: torch.device) -> None:
+        """Sum over all processes."""
+        if group.world == 1:
+            return
+        values = [[0.0] * 4 if one is None else one.tolist() for one in self.sums]
+        total = torch.tensor([[rows, *row] for rows, row in zip(self.rows, values)], dtype=torch.float64, device=device)
+        group.sum_(total)
+        self.rows, self.sums = [int(rows) for rows in total[:, 0]], list(total[:, 1:])
 
     def metrics(self) -> dict[str, list[float]]:
         """By TTT step: loss, accuracy, and acceptance given that all earlier steps were right."""
@@ -67,7 +77,7 @@ def evaluate(drafter: Drafter, store: Any, reader: Reader, batches: Iterable[Seq
             continue
         masks = {sample.id: sample.loss_mask for sample in (store.get(index) for index in indices)}
         batch = batch.to(device, drafter.compute_dtype)
-        _, counts, drafted = unroll(drafter, batch, own, rope, 1.0)
+        _, counts, drafted = drafter(unroll, batch, own, rope, 1.0)
         window.add(counts)
         accepted = accepted_by_row(batch, drafted, own)
         for document, name in enumerate(batch.sample_ids):

@@ -14,6 +14,7 @@ import torch
 from .batches import Batch, Reader, epoch_order, pack
 from .checkpoints import load_checkpoint, save_checkpoint
 from .config import Train
+from .distributed import Group, shard, whole
 from .drafter import Drafter
 from .errors import UserError
 from .evaluate import Window, evaluate
@@ -42,14 +43,15 @@ class Plan:
     epoch_ends: list[int]  # step numbers after which an epoch is over
 
 
-def make_plan(train: Train, indices: np.ndarray, lengths: np.ndarray) -> Plan:
-    """`indices` are the training samples, `lengths` of all samples in the store."""
+def make_plan(train: Train, indices: np.ndarray, lengths: np.ndarray, world: int = 1) -> Plan:
+    """`indices` are the training samples, `lengths` of all samples in the store; each of `world` processes takes `accumulate` batches a step."""
+    together = train.accumulate * world
     steps: list[list[list[int]]] = []
     ends = []
     for epoch in range(train.epochs):
         order = indices[epoch_order(len(indices), train.seed, epoch)]
         batches = pack(order, lengths, train.batch_tokens)
-        steps += [batches[i : i + train.accumulate] for i in range(0, len(batches), train.accumulate)]
+        steps += [batches[i : i + together] for i in range(0, len(batches), together)]
         ends.append(len(steps))
     return Plan(steps, ends)
 
@@ -76,22 +78,27 @@ class Trainer:
 
     def __init__(
         self, train: Train, drafter: Drafter, fixed: Fixed, store: Any, training: np.ndarray, heldout: np.ndarray, checkpoints: Path | None,
-        num_steps: int, on_best: Callable[[Drafter, dict[str, Any]], None],
+        num_steps: int, on_best: Callable[[Drafter, dict[str, Any]], None], group: Group = Group(),
     ):  # fmt: skip
+        self.group = group
         self.train, self.drafter, self.fixed, self.store = train, drafter, fixed, store
         self.device, self.num_steps, self.checkpoints, self.on_best = fixed.embedding.device, num_steps, checkpoints, on_best
         lengths = np.asarray(store.lengths)
-        self.plan = make_plan(train, training, lengths)
+        self.plan = make_plan(train, training, lengths, group.world)
         self.heldout = pack(heldout[: train.eval_samples], lengths, train.batch_tokens)
         cuda = self.device.type == "cuda"
         self.reader = Reader(store, fixed.steps, train.max_bad_samples, drafter.compute_dtype, pin=cuda)
         self.eval_reader = Reader(store, num_steps, train.max_bad_samples, drafter.compute_dtype, pin=cuda)
         self.rope = Rope(drafter, self.device, drafter.compute_dtype)
         drafter.lm_head.requires_grad_(train.train_lm_head)
-        self.optimizer = Optimizer(drafter, train)
+        if train.parallel == "fsdp" and group.world > 1:
+            drafter.set_compute(drafter.compute_dtype, fused_grads=False)
+            shard(drafter, drafter.compute_dtype, group)
+        self.optimizer = Optimizer(drafter, train, group)
         self.surveyed: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by sample, rows in order: the same in every epoch
         self.state = State()
         self.stop_reason = ""
+        self.read: list[int] = [0, 0, 0]  # rows, samples and tokens of the last step, of all processes
         self.last_samples: list[str] = []
         self.window_steps = max(1, math.ceil(len(self.plan.steps) / WINDOWS))
         self.on_numbers: Callable[[str, dict[str, Any]], None] = lambda kind, numbers: None  # each window of training ("train") and each evaluation ("eval")
@@ -110,7 +117,7 @@ class Trainer:
     def run(self, progress: Progress | None = None) -> State:
         """Train to the plan's end, or until early stopping."""
         state, train = self.state, self.train
-        todo = self.plan.steps[state.step :]
+        todo = [step[self.group.rank :: self.group.world] for step in self.plan.steps[state.step :]]
         flat = self.reader.read([batch for step in todo for batch in step])
         window, since = Window(self.fixed.steps), time.monotonic()
         try:
@@ -118,18 +125,16 @@ class Trainer:
                 group = [next(flat) for _ in batches]
                 counts = self.one_step([batch for batch in group if batch is not None])
                 state.step += 1
-                for batch in group:
-                    if batch is not None:
-                        state.samples += len(batch.sample_ids)
-                        state.tokens += batch.tokens
-                        state.rows += batch.counts[0]
-                        if progress is not None:
-                            progress.update(len(batch.sample_ids), batch.tokens)
+                rows, samples, tokens = self.read
+                state.rows, state.samples, state.tokens = state.rows + rows, state.samples + samples, state.tokens + tokens
+                if progress is not None:
+                    progress.update(samples, tokens)
                 for one in counts:
                     window.add(one)
                 epoch_end = state.step in self.plan.epoch_ends
                 due = epoch_end if not train.eval_every else state.step % train.eval_every == 0
                 if epoch_end or state.step % self.window_steps == 0 or state.step == len(self.plan.steps):
+                    window.reduce(self.group, self.device)
                     state.history.append({"step": state.step, "lr": learning_rate(train, state.step - 1, len(self.plan.steps)), **window.metrics()})
                     self.on_numbers("train", state.history[-1])
                     window = Window(self.fixed.steps)
@@ -150,7 +155,9 @@ class Trainer:
     def one_step(self, batches: list[Any]) -> list[Any]:
         """Forward, backward and update on these batches together. Returns the counts of each."""
         drafter, train = self.drafter, self.train
-        rows = sum(batch.counts[0] for batch in batches)
+        mine = [[batch.counts[0], len(batch.sample_ids), batch.tokens] for batch in batches]
+        totals = torch.tensor([sum(column) for column in zip(*mine)] or [0, 0, 0], dtype=torch.int64, device=self.device)
+        self.read = rows, _, _ = self.group.sum_(totals).tolist() if self.group.world > 1 else [sum(column) for column in zip(*mine)] or [0, 0, 0]
         if not rows:
             return []
         self.check_norm()
@@ -160,9 +167,11 @@ class Trainer:
             moved = batch.to(self.device, drafter.compute_dtype)
             if train.aux_noise:
                 moved.aux = self.noisy(moved.aux, len(counts))
-            loss, one, _ = unroll(drafter, moved, self.fixed, self.rope, float(rows), self.known(moved))
+            loss, one, _ = drafter(unroll, moved, self.fixed, self.rope, float(rows), self.known(moved))
             loss.backward()
             counts.append(one)
+        if self.optimizer.split and not batches:  # this process has no supervised row: FSDP's collectives want it all the same
+            drafter(lambda module: sum(parameter.sum() for parameter in module.parameters()) * 0.0).backward()
         self.optimizer.step(learning_rate(train, self.state.step, len(self.plan.steps)))
         self.last_samples = [name for batch in batches for name in batch.sample_ids]
         return counts
@@ -208,14 +217,24 @@ class Trainer:
         self.on_numbers("eval", found)
         if found["predicted_accept_length"] > state.best:
             state.best, state.best_step, state.without_better = found["predicted_accept_length"], state.step, 0
-            self.on_best(self.drafter, found)
+            self.on_best(self.full_drafter(), found)
         else:
             state.without_better += 1
+
+    @torch.no_grad()
+    def full_drafter(self) -> Drafter:
+        """The drafter itself, or with FSDP its weights gathered on the CPU; every process must call this."""
+        if not self.optimizer.split:
+            return self.drafter
+        full = Drafter(self.drafter.shape)
+        for (_, mine), (_, split) in zip(full.named_parameters(), self.drafter.named_parameters()):
+            mine.copy_(whole(split))
+        return full
 
     def save(self, seconds: float) -> None:
         """A checkpoint of now."""
         self.check_norm()
         state = self.state
-        state.bad = dict(self.reader.bad)
+        state.bad = {name: reason for bad in self.group.gather(self.reader.bad) for name, reason in bad.items()}
         plain = {name: getattr(state, name) for name in State.__dataclass_fields__} | {"seconds": seconds, "plan_steps": len(self.plan.steps)} | self.extra_state
-        save_checkpoint(self.checkpoints, state.step, state.best_step, self.drafter, self.optimizer.adam, plain)
+        save_checkpoint(self.checkpoints, state.step, state.best_step, self.drafter, self.optimizer.adam, plain, self.group)

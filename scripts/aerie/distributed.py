@@ -1,0 +1,75 @@
+"""Several processes under torchrun: who we are, sums over all, and FSDP2. One process is the group of one, for which everything here does nothing."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rank and number of the processes that train together."""
+
+    rank: int = 0
+    world: int = 1
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """The tensor becomes its sum over all processes."""
+        if self.world > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def barrier(self) -> None:
+        """Wait until all processes are here."""
+        if self.world > 1:
+            dist.barrier()
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every process's value, in order of rank."""
+        values: list[Any] = [value]
+        if self.world > 1:
+            values = [None] * self.world
+            dist.all_gather_object(values, value)
+        return values
+
+
+def start_group(cuda: bool) -> Group:
+    """Join the processes that torchrun started (WORLD_SIZE in the environment): NCCL between GPUs, gloo between CPUs."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        return Group()
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if cuda else "gloo")
+    return Group(dist.get_rank(), dist.get_world_size())
+
+
+def shard(module: nn.Module, compute: torch.dtype, group: Group) -> None:
+    """FSDP2: masters, gradients and moments split over the processes; gradients are sums in float32, as without it."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    device = next(module.parameters()).device.type
+    mesh = init_device_mesh(device, (group.world,))
+    policy = MixedPrecisionPolicy(param_dtype=None if compute == torch.float32 else compute, reduce_dtype=torch.float32)
+    fully_shard(module, mesh=mesh, mp_policy=policy)
+    module.set_gradient_divide_factor(1.0)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full tensor of a split one; a collective."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def like(value: Tensor, other: Tensor) -> Tensor:
+    """`value`, whole in every process, split as `other` is."""
+    if not hasattr(other, "full_tensor"):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value.to(other.device), other.device_mesh, other.placements)
