@@ -2,6 +2,8 @@
 """EAGLE-3 with training-time test on the run's store; writes the best drafter to runs/<run>/drafter as SGLang loads it.
 
 Run again, it goes on from the last checkpoint when config and data are the same, and starts anew when they are not.
+
+Several GPUs: python -m torch.distributed.run --nproc-per-node 4 -- scripts/03_train.py --config CONFIG (train.parallel: ddp or fsdp).
 """
 
 import argparse

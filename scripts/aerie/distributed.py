@@ -58,6 +58,7 @@ def shard(module: nn.Module, compute: torch.dtype, group: Group) -> None:
     mesh = init_device_mesh(device, (group.world,))
     policy = MixedPrecisionPolicy(param_dtype=None if compute == torch.float32 else compute, reduce_dtype=torch.float32)
     fully_shard(module, mesh=mesh, mp_policy=policy)
+    module.set_force_sum_reduction_for_comms(True)  # plain sums: gloo knows no others
     module.set_gradient_divide_factor(1.0)
 
 

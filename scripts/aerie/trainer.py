@@ -213,6 +213,8 @@ class Trainer:
         if not self.heldout:
             return
         found = {"step": state.step, **evaluate(self.drafter, self.store, self.eval_reader, self.heldout, self.fixed, self.rope, self.num_steps)}
+        if self.optimizer.split:
+            self.drafter.reshard()  # a forward without backward leaves the gathered weights in place of the split ones
         state.evals.append(found)
         self.on_numbers("eval", found)
         if found["predicted_accept_length"] > state.best:
