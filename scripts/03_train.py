@@ -27,9 +27,9 @@ from aerie.curves import Curves, draw_curves, warnings_of
 from aerie.distributed import start_group
 from aerie.drafter import Drafter
 from aerie.drafter_fit import fit_drafter
-from aerie.drafter_init import init_from_target, make_shape
+from aerie.drafter_init import init_from_target, make_shape, start_from
 from aerie.errors import EXIT_FAILED, UserError, run_main
-from aerie.export import export_drafter, from_names, read_drafter
+from aerie.export import export_drafter
 from aerie.extract_plan import make_plan
 from aerie.identity import model_hash, tokenizer_hash
 from aerie.progress import Progress
@@ -86,15 +86,12 @@ def fingerprint(config: Config, store: Store, vocab: dict[str, str], stream: boo
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def begin(config: Config, drafter: Drafter, target: TargetWeights, head: torch.Tensor, store: Store) -> str:
+def begin(config: Config, drafter: Drafter, target: TargetWeights, head: torch.Tensor, draft_ids: torch.Tensor, store: Store) -> str:
     """First weights of the drafter; returns a sentence about where they came from."""
     generator = torch.Generator().manual_seed(config.train.seed)
     drafter.reset(generator)
     if config.train.init_from:
-        folder = Path(config.train.init_from).expanduser()
-        _, tensors = read_drafter(folder)
-        from_names(drafter, tensors, str(folder))
-        return f"from {folder}"
+        return start_from(Path(config.train.init_from).expanduser(), config, drafter, head, draft_ids)
     if config.draft.init == "random":
         return "random"
     taken = f"from the target's last layer and head: {', '.join(init_from_target(drafter, target, head, generator)) or 'nothing fitted'}"
@@ -151,7 +148,7 @@ def main() -> int:
         train.eval_samples, train.eval_every, train.epochs, train.aux_noise, train.weight_decay = len(training), OVERFIT_STEPS, OVERFIT_STEPS, 0.0, 0.0
     head = target_head(store.manifest, target, draft_ids, device, dtype)
     drafter = Drafter(shape, device=device)
-    origin = begin(config, drafter, target, head.draft_head, store)
+    origin = begin(config, drafter, target, head.draft_head, draft_ids, store)
     drafter.set_compute(dtype)
     drafter.fast = device.type == "cuda" and train.compile != "off" and importlib.util.find_spec("triton") is not None
     fixed = Fixed(target.embedding().to(device, dtype), head, train.ttt_steps, train.step_decay, train.activation_checkpointing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from .config import Config
 from .drafter import Drafter, DrafterShape
 from .errors import UserError
+from .export import from_names, read_drafter
 from .target_weights import TargetWeights
 
 EMBED_STD = 0.02  # of the half of q, k, v that reads the embedding, which no layer of the target has
@@ -104,3 +106,28 @@ def init_from_target(drafter: Drafter, target: TargetWeights, head: Tensor, gene
         taken.append("fc")
     drafter.qkv_embed.copy_(torch.randn(drafter.qkv_embed.shape, generator=generator) * EMBED_STD)
     return taken
+
+
+@torch.no_grad()
+def start_from(folder: Path, config: Config, drafter: Drafter, head: Tensor, draft_ids: Tensor) -> str:
+    """Begin as an existing drafter, our own or a public one in SGLang's layout; returns a sentence about it.
+
+    Its LM head is reordered to this run's draft vocabulary, draft_ids [Vd] int64; ids it does not have get the target's rows, head [Vd, H].
+    Raises UserError when it reads other auxiliary layers or has another shape.
+    """
+    theirs, tensors = read_drafter(folder)
+    layers = (theirs.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    if layers is not None and list(layers) != config.target.aux_layer_ids:
+        raise UserError(f"train.init_from: {folder} reads layers {layers}, target.aux_layer_ids is {config.target.aux_layer_ids}; extract states of its layers, or start without it")
+    kept = len(draft_ids)
+    if "lm_head.weight" in tensors and "d2t" in tensors:
+        own = tensors["d2t"].long() + torch.arange(len(tensors["d2t"]))
+        place = torch.full((drafter.shape.vocab_size,), -1)
+        place[own] = torch.arange(len(own))
+        rows = place[draft_ids]
+        taken = head.detach().float().cpu().clone()
+        taken[rows >= 0] = tensors["lm_head.weight"][rows[rows >= 0]].float()
+        tensors["lm_head.weight"] = taken
+        kept = int((rows >= 0).sum())
+    from_names(drafter, tensors, str(folder))
+    return f"from {folder}, {kept} of {len(draft_ids)} rows of its LM head"
