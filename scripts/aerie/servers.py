@@ -50,6 +50,7 @@ CPU_ENV = {
     "MALLOC_TOP_PAD_": "67108864",
     # Ended by SIGTERM, a server otherwise sleeps 5 s before it looks for GPU stack traces.
     "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
+    "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
 }
 
 
