@@ -63,6 +63,7 @@ def check_sampled_neighbours(server, plain):
 
 
 @pytest.mark.server
+@pytest.mark.slow  # the memorised drafter serves a Llama chain in `make test`
 def test_llama_chain(speculate):
     server, _, plain = speculate("llama", 1, 3, 4)
     try:
