@@ -76,15 +76,15 @@ class Synthetic:
 
 
 def answer_mask(length: int, share: float, generator: np.random.Generator) -> np.ndarray:
-    """A mask of chat turns: prompts and answers in turn, `share` of the tokens answers, runs of 64 to 512 tokens."""
-    mask = np.zeros(length, np.uint8)
-    at = 0
-    while at < length:
-        answer = int(generator.integers(64, 513))
-        prompt = round(answer * (1 - share) / share)
-        mask[at + prompt : at + prompt + answer] = 1
-        at += prompt + answer
-    return mask
+    """A mask of chat turns, prompt and answer in turn: exactly `share` of the tokens are answers, in runs of 64 to 512 tokens (the last one shorter)."""
+    answers: list[int] = []
+    left = round(share * length)
+    while left > 0:
+        answers.append(min(int(generator.integers(64, 513)), left))
+        left -= answers[-1]
+    cuts = np.sort(generator.integers(0, length - sum(answers) + 1, len(answers) - 1))
+    prompts = np.diff(np.concatenate([[0], cuts, [length - sum(answers)]]))
+    return np.concatenate([np.concatenate([np.zeros(prompt, np.uint8), np.ones(answer, np.uint8)]) for prompt, answer in zip(prompts, answers)])
 
 
 def make_batch(size: Size, share: float, steps: int, dtype: torch.dtype, seed: int) -> Batch:
