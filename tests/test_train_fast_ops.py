@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -41,10 +42,26 @@ print("same")
 """
 
 
-@pytest.mark.parametrize("cases", [CASES[:2], CASES[2:]], ids=["heads", "options"])
+@pytest.mark.parametrize("cases", [pytest.param(CASES[:1], id="plain"), pytest.param(CASES[1:], id="heads and options", marks=pytest.mark.slow)])
 def test_fast_path_equals_plain_path(cases):
     pytest.importorskip("triton")
     here = Path(__file__).parent
     env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{here}{os.pathsep}{here.parent / 'scripts'}"}
     done = subprocess.run([sys.executable, "-c", PROGRAM, f"[{', '.join(cases)}]"], env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0 and "same" in done.stdout, done.stderr[-3000:]
+
+
+@pytest.mark.gpu
+def test_fast_path_on_a_gpu():
+    done = subprocess.run([sys.executable, str(Path(__file__).with_name("gpu_train_check.py"))], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+
+
+def test_bench_train_runs_at_tiny_size(tmp_path):
+    script = Path(__file__).resolve().parents[1] / "scripts" / "bench_train.py"
+    report = tmp_path / "report.json"
+    command = [sys.executable, str(script), "--sizes", "tiny", "--eager", "tiny", "--device", "cpu", "--profile", "--report", str(report)]
+    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(report.read_text())
+    assert found["ratio"]["tiny"]["loss_difference"] < 1e-5 and found["results"][0]["parts_ms"]["matrices"] > 0
