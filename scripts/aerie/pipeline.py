@@ -115,8 +115,6 @@ class Pipeline:
             start = time.monotonic()
             if step.needs and not (step.name == "extract" and self.config.server.urls):
                 call(script_command(self.config, self.overrides, "01_launch_server.sh", ("--background",)), "the extraction server")
-            if step.name == "train" and self.config.train.stop_server:
-                stop_servers(self.config)
             call(script_command(self.config, self.overrides, step.script, step.flags), f"step {step.name}")
             seconds[step.name] = time.monotonic() - start
             if step.report:
