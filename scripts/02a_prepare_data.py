@@ -17,7 +17,7 @@ from aerie.config import add_config_arguments, config_from_args
 from aerie.errors import run_main
 from aerie.prepare import MIN_SUPERVISED, Preparation
 from aerie.report import write_report
-from aerie.row_writer import Rejected
+from aerie.row_writer import Rejected, one_writer
 
 
 def main() -> None:
@@ -32,24 +32,35 @@ def main() -> None:
     start = time.monotonic()
     preparation = Preparation(config, regenerate)
     folder = preparation.folder
-    rejected = Rejected(folder / "rejected.jsonl")
-    log = AnswerLog(folder / "answers.jsonl") if regenerate else None
+    with one_writer(folder):
+        report = write_all(preparation, folder, regenerate, start)
+    print_summary(folder, report)
+
+
+def write_all(preparation: Preparation, folder: Path, regenerate: bool, start: float) -> dict:
+    """Select, answer, render and write; returns the report."""
+    rejected, interrupted = Rejected(folder / "rejected.jsonl"), False
+    log = None
     try:
+        log = AnswerLog(folder / "answers.jsonl") if regenerate else None
         selection = preparation.select(rejected)
         print(f"{preparation.counts['chats']:,} chats: {selection.train:,} to train on, {selection.heldout:,} held out, {rejected.count:,} rows rejected", flush=True)
         if log is not None:
             preparation.write_answers(selection, log, rejected)
         made = preparation.write_rows(selection, log, rejected)
+    except KeyboardInterrupt:
+        interrupted = True
+        raise
     finally:
-        rejected.close()
+        rejected.close(publish=not interrupted)
         if log is not None:
             log.close()
-    seconds = time.monotonic() - start
+    config, seconds = preparation.config, time.monotonic() - start
     report = {"run": config.run.name, "config": config.as_dict(), "inputs": [str(path) for path in preparation.inputs], "regenerate": regenerate, **preparation.metadata()}
     report |= {"counts": {**preparation.counts, "rejected": rejected.count}, "rejected_reasons": dict(rejected.reasons), **made}
     report |= {"seconds": {**preparation.seconds, "all": seconds}, **preparation.rates()}
     write_report(folder / "report.json", **report)
-    print_summary(folder, report)
+    return report
 
 
 def print_summary(folder: Path, report: dict) -> None:

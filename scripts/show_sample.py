@@ -96,6 +96,8 @@ def main() -> None:
     samples = SampleFile(folder / f"{'heldout' if args.heldout else 'train'}.safetensors")
     if not len(samples):
         raise UserError(f"{samples.path} holds no samples")
+    if missing := {"model_path", "tokenizer_hash"} - samples.metadata.keys():
+        raise UserError(f"{samples.path} does not say its {' and '.join(sorted(missing))}; make it again with `make data`")
     tokenizer = TargetTokenizer(samples.metadata["model_path"], config.target.trust_remote_code)
     if tokenizer.hash != samples.metadata["tokenizer_hash"]:
         raise UserError(f"the tokenizer in {tokenizer.folder} is not the one that {samples.path} was made with; make the data again with `make data`")
@@ -103,6 +105,8 @@ def main() -> None:
     warning = f"only {share:.1%} of all tokens are supervised, under {MIN_SUPERVISED:.0%}: is the mask right?" if share < MIN_SUPERVISED else ""
     if args.html is not None:
         path = Path(args.html or folder / "samples.html")
+        if not path.parent.is_dir():
+            raise UserError(f"--html {path}: the folder {path.parent} does not exist; make it, or name another file")
         body = [f"<h2>{html.escape(headline(samples[i], i))}</h2>\n{as_html(pieces(tokenizer, samples[i]))}" for i in chosen(len(samples), PAGE_SAMPLES)]
         legend = f'<p class="legend">{html.escape(str(samples.path))}: {len(samples):,} samples, {share:.1%} of the tokens supervised (<span class="on">like this</span>); '
         legend += 'special tokens <span class="mark">like this</span>; point at a token to see its id.</p>'

@@ -58,13 +58,16 @@ class AnswerServer:
     def ask(self, prompt: list[int], chat: Chat, greedy: bool) -> Answer:
         """The answer to a chat whose rendering is `prompt`; `greedy` sets data.temperature aside. Raises NoAnswer; waits while the server is away."""
         temperature = 0.0 if greedy else self.data.temperature
-        return self._chat(prompt, chat, temperature) if self.openai else self._generate(prompt, temperature)
+        try:
+            return self._chat(prompt, chat, temperature) if self.openai else self._generate(prompt, temperature)
+        except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as exc:
+            raise NoAnswer(f"the server's reply is not what was asked for ({type(exc).__name__}: {exc})") from None
 
     def _generate(self, prompt: list[int], temperature: float) -> Answer:
         sampling = {"temperature": temperature, "top_p": self.data.top_p, "max_new_tokens": self.data.max_new_tokens, "skip_special_tokens": False}
         reply = self._post("/generate", {"input_ids": prompt, "sampling_params": sampling})
         finish = reply["meta_info"]["finish_reason"] or {}
-        output = [int(token) for token in reply["output_ids"]]
+        output = _token_ids(reply["output_ids"])
         if finish.get("type") == "length":
             return Answer(output, "length")
         if finish.get("type") != "stop":
@@ -94,6 +97,7 @@ class AnswerServer:
         own_prompt = choice.get("prompt_token_ids") or reply.get("prompt_token_ids")
         if not output:
             return Answer([], finish, message=message, retokenised=True)
+        output, own_prompt = _token_ids(output), _token_ids(own_prompt or [])
         return Answer(output, finish, prompt_ids=own_prompt if own_prompt and own_prompt != prompt else None, message=message)
 
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -124,6 +128,13 @@ class AnswerServer:
             if self.data.api_key_env:
                 self._local.session.headers["Authorization"] = f"Bearer {os.environ.get(self.data.api_key_env, '')}"
         return self._local.session
+
+
+def _token_ids(value: Any) -> list[int]:
+    """A list of token ids. Raises ValueError for anything else: the log must hold nothing that cannot be used."""
+    if not isinstance(value, list) or not all(type(token) is int and 0 <= token < 2**31 for token in value):
+        raise ValueError("no list of token ids")
+    return value
 
 
 def _as_sent(value: Any) -> Any:

@@ -18,6 +18,7 @@ SHAREGPT_ROLES = {
     "tool": "tool", "observation": "tool", "function_response": "tool", "function_call": "function_call",
 }  # fmt: skip
 ANSWER_KEYS = ("response", "completion", "answer")  # beside a plain prompt
+MAX_DEPTH = 100  # tools and arguments nested deeper than this are refused
 CHUNK = 1 << 20  # bytes read at once from a JSON array
 
 
@@ -42,7 +43,8 @@ class Chat:
         """
         if self.input_ids is not None:
             return _digest([self.input_ids[: int(np.argmax(self.loss_mask))].tolist()])
-        first = next((i for i, message in enumerate(self.messages) if message["role"] == "assistant"), len(self.messages))
+        asked = next((i for i, message in enumerate(self.messages) if message["role"] == "user"), 0)  # a greeting before it is no answer
+        first = next((i for i, message in enumerate(self.messages) if message["role"] == "assistant" and i > asked), len(self.messages))
         return _digest([self.messages[:first], self.tools])
 
     def content_key(self, answers: bool = True) -> int:
@@ -56,14 +58,29 @@ class Chat:
 
 def keeps_recorded(messages: list[dict[str, Any]], index: int) -> bool:
     """Whether message `index` stays as recorded when answers are written anew: all but the assistant's, and calls whose recorded results follow."""
-    if messages[index]["role"] != "assistant":
-        return True
+    if messages[index]["role"] != "assistant" or not any(message["role"] == "user" for message in messages[:index]):
+        return True  # also a greeting before the first user message: nobody asks for it
     return index + 1 < len(messages) and messages[index + 1]["role"] == "tool"
 
 
 def _digest(value: Any) -> int:
     text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+
+
+def _check_nested(value: Any, where: str) -> None:
+    """Tools and arguments must be shallow enough for templates, and text that can be encoded."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [item for part in level if isinstance(part, (dict, list)) for item in (part.values() if isinstance(part, dict) else part)]
+        if not level:
+            break
+    else:
+        raise BadRow(f"{where} nested more than {MAX_DEPTH} deep")
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise BadRow(f"{where} with half a surrogate pair") from None
 
 
 def _text(value: Any, where: str) -> str:
@@ -98,7 +115,7 @@ def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments or "{}")
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):
                 raise BadRow(f"{where}[{number}]: the arguments are not JSON") from None
         if not isinstance(arguments, dict):
             raise BadRow(f"{where}[{number}]: the arguments are {type(arguments).__name__}, not an object")
@@ -114,7 +131,7 @@ def _tools(value: Any) -> list[dict[str, Any]] | None:
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             raise BadRow("tools is text that is not JSON") from None
     if not value:
         return None
@@ -162,7 +179,7 @@ def _sharegpt_message(turn: Any, where: str) -> dict[str, Any]:
         return {"role": role, "content": value}
     try:
         calls = json.loads(value)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         raise BadRow(f"{where}.value is not JSON, though it is a function call") from None
     return {"role": "assistant", "content": "", "tool_calls": _tool_calls(calls if isinstance(calls, list) else [calls], f"{where}.value")}
 
@@ -203,7 +220,12 @@ def parse_row(row: Any) -> Chat:
         messages.insert(0, {"role": "system", "content": _text(row["system"], "system")})
     if not any(message["role"] == "user" for message in messages):
         raise BadRow("the chat has no user message")
-    return Chat(messages, _tools(row.get("tools")))
+    tools = _tools(row.get("tools"))
+    _check_nested(tools, "tools")
+    for i, message in enumerate(messages):
+        if "tool_calls" in message:
+            _check_nested(message["tool_calls"], f"tool calls of message {i}")
+    return Chat(messages, tools)
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[int, Any]]:
@@ -215,7 +237,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, Any]]:
                 continue
             try:
                 yield number, json.loads(line)
-            except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as exc:
+            except (ValueError, RecursionError) as exc:  # also a number of more digits than Python reads
                 yield number, BadRow(f"not JSON: {exc}")
 
 
@@ -253,6 +275,9 @@ def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
                     continue
                 yield line, BadRow(f"not JSON from here on: {exc}")
                 return
+            except (ValueError, RecursionError) as exc:  # a number too long, nested too deep: its end is not known
+                yield line, BadRow(f"cannot be read from here on: {exc}")
+                return
             yield line, item
             line += buffer[:used].count("\n")
             buffer = buffer[used:]
@@ -268,8 +293,8 @@ def read_rows(path: Path) -> Iterator[tuple[int, Any, Chat | BadRow]]:
             head = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; name the chats in data.inputs (JSONL or JSON)") from None
-    except (IsADirectoryError, PermissionError) as exc:
-        raise UserError(f"{path} cannot be read ({exc.strerror}); name files of chats in data.inputs") from None
+    except (OSError, ValueError) as exc:  # a folder, no permission, a name too long or with a null byte
+        raise UserError(f"{path} cannot be read ({getattr(exc, 'strerror', None) or exc}); name files of chats in data.inputs") from None
     rows = _json_rows(path) if head == b"[" or path.suffix == ".json" else _jsonl_rows(path)
     try:
         for number, row in rows:

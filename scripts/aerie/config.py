@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import UserError
-from .paths import CONFIGS, RunPaths, resolve_model
+from .paths import CONFIGS, RunPaths, expanded, resolve_model
 
 DEFAULT_CONFIG = "smollm2-135m"
 
@@ -291,7 +291,7 @@ def _parse_override(text: str) -> tuple[list[str], Any]:
         raise UserError(f"--set {text!r}: write section.key=value, for example --set train.lr=5e-5")
     try:
         value = tomllib.loads(f"value = {raw.strip()}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         value = raw.strip()  # a bare word is a string
     return parts, value
 
@@ -303,7 +303,7 @@ def config_path(name_or_path: str) -> Path:
         if not path.is_file():
             raise UserError(f"no config named {name_or_path!r} in {CONFIGS}: {nearest(name_or_path, (file.stem for file in CONFIGS.glob('*.toml')))}")
         return path
-    path = Path(name_or_path).expanduser()
+    path = expanded(name_or_path)
     if not path.is_file() and not path.is_absolute() and (CONFIGS.parent / path).is_file():
         path = CONFIGS.parent / path
     if not path.is_file():
@@ -318,8 +318,8 @@ def load_config(name_or_path: str = DEFAULT_CONFIG, run: str = "", overrides: ty
     """
     path = config_path(name_or_path)
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+        raw = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as exc:  # TOML, UTF-8, a number too long, nested too deep
         raise UserError(f"{path}: not valid TOML: {exc}") from None
     where: dict[str, str] = {}
     for text in overrides:

@@ -10,6 +10,8 @@ from typing import Callable, NoReturn
 EXIT_USER = 2  # what the user can mend: config, paths, disk, port
 EXIT_FAILED = 1  # a check did not pass
 EXIT_INTERRUPTED = 130
+FULL = (errno.ENOSPC, errno.EDQUOT)
+BAD_PATH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP)
 
 
 class UserError(Exception):
@@ -17,7 +19,7 @@ class UserError(Exception):
 
 
 def run_main(main: Callable[[], int | None]) -> NoReturn:
-    """Run a script's main() and exit; UserError and a full disk become one line on stderr and exit code 2."""
+    """Run a script's main() and exit; UserError, a full disk and a path that cannot be used become one line on stderr and exit code 2."""
     try:
         code = main() or 0
         sys.stdout.flush()
@@ -31,9 +33,13 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     except OSError as exc:
-        if exc.errno not in (errno.ENOSPC, errno.EDQUOT):
+        bad_path = exc.errno in BAD_PATH and exc.filename is not None
+        if exc.errno not in FULL and not bad_path:
             raise
-        where = exc.filename or "the output folder"
-        print(f"error: no space left on the device while writing {where}; free some space and run the same command again", file=sys.stderr)
+        where = str(exc.filename or "the output folder")[:300]
+        if bad_path:
+            print(f"error: {where} cannot be used ({exc.strerror}); mend that path or its permissions, or name another", file=sys.stderr)
+        else:
+            print(f"error: no space left on the device while writing {where}; free some space and run the same command again", file=sys.stderr)
         code = EXIT_USER
     sys.exit(code)

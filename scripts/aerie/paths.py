@@ -57,9 +57,17 @@ class RunPaths:
         return self.root / "logs"
 
 
+def expanded(value: str) -> Path:
+    """The path with ~ put in. Raises UserError for the home of a user that is not there."""
+    try:
+        return Path(value).expanduser()
+    except RuntimeError:
+        raise UserError(f"{value} names the home of a user that is not here; write the whole path") from None
+
+
 def resolve_model(value: str) -> str:
     """A model folder: absolute or ~ as it is, else under the repository (runs/ follows AERIE_RUNS_DIR), else as written (a hub name)."""
-    path = Path(value).expanduser()
+    path = expanded(value)
     if path.is_absolute():
         return str(path)
     if path.parts and path.parts[0] == "runs":
@@ -71,7 +79,7 @@ def resolve_model(value: str) -> str:
 
 def resolve_input(value: str) -> Path:
     """An input file named in a config: absolute or ~ as it is, else under the repository, else under the current folder."""
-    path = Path(value).expanduser()
+    path = expanded(value)
     if path.is_absolute() or not (ROOT / path).exists():
         return path
     return ROOT / path

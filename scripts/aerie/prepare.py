@@ -89,12 +89,15 @@ class Preparation:
             raise UserError(f"no usable chat in {', '.join(map(str, self.inputs))}; see {rejected.path}")
         if data.heldout >= len(keys):
             raise UserError(f"data.heldout = {data.heldout} of {len(keys)} chats leaves nothing to train on; set data.heldout lower or give more chats")
+        # each prompt's chats stay on one side, so a few more than data.heldout may be held out
         ranked = np.sort(np.frombuffer(keys, np.uint64))
         heldout_below = int(ranked[data.heldout - 1]) if data.heldout else -1
         heldout = int(np.searchsorted(ranked, heldout_below, "right")) if data.heldout else 0
         last = len(keys) - 1 if not data.limit else min(heldout + data.limit, len(keys)) - 1
         train_below = int(ranked[last])
         train = int(np.searchsorted(ranked, train_below, "right")) - heldout
+        if not train:
+            raise UserError(f"data.heldout = {data.heldout} takes all {len(keys)} chats, because they begin the same; set data.heldout lower or give more chats")
         self.counts |= {"chats": len(keys), "heldout_chats": heldout, "train_chats": train, "unused_chats": len(keys) - heldout - train}
         return Selection(heldout_below, train_below, heldout, train, digest.hexdigest())
 
@@ -173,13 +176,13 @@ class Preparation:
     def rows(self, chat: Chat, heldout: bool, log: AnswerLog | None) -> Iterator[Sample]:
         """The chat's rows as they will be trained on, cut to data.max_tokens; what is dropped is counted. Raises BadRow."""
         if chat.input_ids is not None:
-            if int(chat.input_ids.max()) >= self.tokenizer.vocab_size:
-                raise BadRow(f"input_ids holds {int(chat.input_ids.max())}, the target's vocabulary has {self.tokenizer.vocab_size}")
             pairs = [(chat.input_ids, chat.loss_mask)]
         else:
             pairs = rows_of(self.turns(chat, heldout, log))
             self.counts["chats_without_answer"] += not pairs
         self.counts["chats_one_row_a_turn"] += len(pairs) > 1
+        if (largest := max((int(ids.max()) for ids, _ in pairs), default=0)) >= self.tokenizer.vocab_size:
+            raise BadRow(f"input_ids holds {largest}, the target's vocabulary has {self.tokenizer.vocab_size}")
         limit = self.config.data.max_tokens
         for ids, mask in pairs:
             if len(ids) > limit:
@@ -197,6 +200,7 @@ class Preparation:
         """Render, mask and write both splits and the vocabulary map; returns what the report says of them. An interrupted run goes on at its last checkpoint."""
         metadata = self.metadata()
         settings = [selection, metadata, self.config.data.max_tokens, self.config.data.too_long, self.config.data.truncated_answers, len(log) if log is not None else -1]
+        settings += [sorted(self.tokenizer.end_ids), sorted(self.answer_settings.items()) if log is not None else None]
         writer = RowWriter(self.folder, metadata, json.dumps(settings), self.counts, rejected)
         progress = Progress(selection.heldout + selection.train, "rendered", "chats", already=writer.chats)
         start = time.monotonic()

@@ -2,31 +2,58 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import os
 import time
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Iterator
 
 import numpy as np
 
+from .errors import UserError
 from .report import write_json
 from .samples import Sample, SampleWriter
 
 CHECKPOINT_S = 10.0
 BLOCK = 1 << 22  # tokens counted at once
 SPLITS = ("train", "heldout")
+OURS = ("train.safetensors", "heldout.safetensors", "vocab_map.safetensors", "report.json", ".rows.json", "rejected.jsonl")
+
+
+@contextmanager
+def one_writer(folder: Path) -> Iterator[None]:
+    """One data step of a run at a time; what a killed one left half-written is removed. Raises UserError when another one is at work."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        locked = True
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{folder} is being written by another process; wait for it, or end it first") from None
+        except OSError:
+            locked = False  # a file system that locks no folders
+        for name in OURS if locked else ():
+            for path in folder.glob(f".{name}.*.tmp"):
+                path.unlink(missing_ok=True)
+        yield
+    finally:
+        os.close(handle)
 
 
 class Rejected:
-    """rejected.jsonl: rows that could not be used, with file, line and reason."""
+    """rejected.jsonl: rows that could not be used, with file, line and reason. Until the first checkpoint it has another name: what an interrupted run needs stays there."""
 
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.count, self.reasons = path, 0, Counter()
         self.before = path.read_bytes() if path.exists() else b""  # what an interrupted run had written
-        self._file = open(path, "wb")  # noqa: SIM115  closed by close()
+        self._temporary: Path | None = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        self._file = open(self._temporary, "wb")  # noqa: SIM115  closed by close()
 
     def add(self, source: str, row: Any, reason: str) -> None:
         """Write one row; the first few are also said on the terminal."""
@@ -39,6 +66,19 @@ class Rejected:
         """Bytes on the disk so far."""
         self._file.flush()
         return self._file.tell()
+
+    def publish(self) -> None:
+        """Give the file its name."""
+        self._file.flush()
+        if self._temporary is not None:
+            os.replace(self._temporary, self.path)
+            self._temporary = None
+
+    def digest(self, start: int) -> str:
+        """sha256 (hex) of what was written from this place on."""
+        self.publish()
+        os.fsync(self._file.fileno())
+        return hashlib.sha256(self.path.read_bytes()[start:]).hexdigest()
 
     def take_over(self, start: int, end: int) -> None:
         """Write again what an interrupted run had written between these places."""
@@ -53,8 +93,13 @@ class Rejected:
     def _write(self, line: bytes) -> None:
         self._file.write(line)
 
-    def close(self) -> None:
+    def close(self, publish: bool = True) -> None:
+        """`publish` false: interrupted; what the last checkpoint needs stays where it is."""
+        if publish or not self.path.exists():
+            self.publish()
         self._file.close()
+        if self._temporary is not None:
+            self._temporary.unlink(missing_ok=True)
 
 
 class RowWriter:
@@ -83,6 +128,9 @@ class RowWriter:
             return None
         if found["fingerprint"] != self.fingerprint:
             return None
+        start, end = found["rejected"]
+        if hashlib.sha256(self.rejected.before[start:end]).hexdigest() != found.get("rejected_hash"):
+            return None  # rejected.jsonl is not the one that this checkpoint counts
         for split, (rows, tokens) in found["sizes"].items():
             for name, width, count in zip(SampleWriter.PARTS, SampleWriter.BYTES, (tokens, tokens, rows), strict=True):
                 part = folder / f".{split}.safetensors.{name}.part"
@@ -108,9 +156,10 @@ class RowWriter:
             return
         for writer in self.writers.values():
             writer.sync()
+        place, digest = self.rejected.place(), self.rejected.digest(self.start)
         write_json(self.state, {
             "fingerprint": self.fingerprint, "chats": self.chats, "sizes": {split: [writer.rows, writer.tokens] for split, writer in self.writers.items()},
-            "supervised": self.supervised, "counts": self.counts, "rejected": [self.start, self.rejected.place()],
+            "supervised": self.supervised, "counts": self.counts, "rejected": [self.start, place], "rejected_hash": digest,
         })  # fmt: skip
         self._last = time.monotonic()
 

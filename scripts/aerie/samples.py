@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import struct
 from pathlib import Path
@@ -38,6 +39,10 @@ def save_atomic(path: Path, tensors: dict[str, np.ndarray], metadata: dict[str, 
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except SafetensorError as exc:  # hides the system's error, a full disk too, in its text
+        if (number := re.search(r"os error (\d+)", str(exc))) is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
     finally:
         temporary.unlink(missing_ok=True)
 

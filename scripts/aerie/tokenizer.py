@@ -27,13 +27,14 @@ class TargetTokenizer:
         self.model_config = read_model_config(folder)
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError, ImportError, KeyError) as exc:
+        except Exception as exc:  # noqa: BLE001  the libraries raise whatever a broken file leads them to
             reason = (str(exc).strip() or type(exc).__name__).splitlines()[0][:200]
             hint = "set target.trust_remote_code = true if you trust its code" if "trust_remote_code" in str(exc) else "fetch or export the model again"
             raise UserError(f"the tokenizer in {folder} cannot be loaded ({reason}); {hint}") from None
         # As the server does: add_special_tokens=False only where the tokenizer would add any (Kimi's encode() takes no such argument well).
         self._encode_kwargs = {"add_special_tokens": False} if len(self.tokenizer.encode("")) else {}
-        self.vocab_size = int(text_config(self.model_config).get("vocab_size") or 0)
+        size = text_config(self.model_config).get("vocab_size")
+        self.vocab_size = size if isinstance(size, int) else 0
         if self.vocab_size < 1:
             raise UserError(f"{folder}/config.json has no vocab_size; fetch or export the model again")
 
@@ -52,12 +53,18 @@ class TargetTokenizer:
                 generation = json.load(file)
         except FileNotFoundError:
             generation = {}
+        except ValueError as exc:
+            raise UserError(f"{self.folder}/generation_config.json is not valid JSON ({exc}); fetch or export the model again") from None
+        if not isinstance(generation, dict):
+            raise UserError(f"{self.folder}/generation_config.json holds no JSON object; fetch or export the model again")
         for source in (generation, self.model_config, text_config(self.model_config)):
             value = source.get("eos_token_id")
             found.update(value if isinstance(value, list) else [value] if value is not None else [])
         if self.tokenizer.eos_token_id is not None:
             found.add(self.tokenizer.eos_token_id)
-        return frozenset(int(value) for value in found)
+        if any(not isinstance(value, int) for value in found):
+            raise UserError(f"{self.folder}: eos_token_id of generation_config.json or config.json is no token id; fetch or export the model again")
+        return frozenset(found)
 
     @cached_property
     def forced_ids(self) -> list[int]:
