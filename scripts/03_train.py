@@ -34,7 +34,7 @@ from aerie.extract_plan import make_plan
 from aerie.identity import model_hash, tokenizer_hash
 from aerie.progress import Progress
 from aerie.report import write_report
-from aerie.servers import MODES, stop_mode
+from aerie.servers import stop_servers
 from aerie.store import Store, StreamingStore
 from aerie.stream_train import StreamTrainer, total_steps, wait_for_heldout
 from aerie.target_weights import TargetWeights
@@ -139,9 +139,8 @@ def main() -> int:
     store = wait_for_heldout(stream, sum(job.heldout for job in planned.jobs), print) if stream else Store.open(run.store)
     check_store(config, store)
     if train.stop_server and not args.stream and group.rank == 0:
-        for mode in MODES:
-            if stop_mode(config, mode):
-                print(f"ended the {mode} server of run {run.name!r}: it held the memory (train.stop_server)", flush=True)
+        for mode in stop_servers(config):
+            print(f"ended the {mode} server of run {run.name!r}: it held the memory (train.stop_server)", flush=True)
     shape = make_shape(config, target)
     vocab = load_vocab_map(run.data / "vocab_map.safetensors", store.manifest["tokenizer_hash"], shape.vocab_size, config.draft.vocab_size)
     draft_ids = torch.from_numpy(vocab.d2t + np.arange(len(vocab.d2t)))

@@ -11,8 +11,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from aerie.config import DEFAULT_CONFIG, load_config
 from aerie.errors import run_main
-from aerie.pipeline import Pipeline, call, script_command, stop_servers
-from aerie.servers import has_gpu
+from aerie.pipeline import Pipeline, call, script_command
+from aerie.servers import has_gpu, stop_servers
 
 
 def print_table(report: dict, seconds: float) -> None:

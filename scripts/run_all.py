@@ -9,7 +9,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from aerie.config import add_config_arguments, config_from_args
 from aerie.errors import run_main
-from aerie.pipeline import STEPS, Pipeline, call, script_command, stop_servers
+from aerie.pipeline import STEPS, Pipeline, call, script_command
+from aerie.servers import stop_servers
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from aerie.config import Config, add_config_arguments, config_from_args
 from aerie.errors import UserError, run_main
-from aerie.servers import Server, stop_mode, watcher_path, watcher_record
+from aerie.servers import Server, stop_servers, watcher_path, watcher_record
 from aerie.serving import launch, record_watcher, refuse_bad_drafter, start_in_background, warm_up, watch
 
 
@@ -50,7 +50,7 @@ def main() -> int | None:
     mode = "baseline" if args.without_drafter else "serving"
     if args.stop:
         modes = ["baseline"] if args.without_drafter else ["serving", "baseline"]
-        stopped = [each for each in modes if stop_mode(config, each)]
+        stopped = stop_servers(config, modes)
         print(f"ended: {', '.join(stopped)}" if stopped else f"no {' or '.join(modes)} server of run {config.run.name} is running")
         return 0
     running = Server.find(config, mode)

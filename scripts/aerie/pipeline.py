@@ -19,7 +19,6 @@ from .config import Config
 from .errors import UserError
 from .paths import ROOT, resolve_input
 from .report import write_json
-from .servers import MODES, stop_mode
 
 SCRIPTS = ROOT / "scripts"
 
@@ -60,12 +59,6 @@ def call(command: list[str], what: str) -> None:
     if code:
         print(f"{what} ended with exit code {code}; mend what it says above, then run the same command again: it goes on from here", file=sys.stderr)
         raise SystemExit(code)
-
-
-def stop_servers(config: Config, modes: tuple[str, ...] = MODES) -> None:
-    """End this run's servers of these modes, if they run."""
-    for mode in modes:
-        stop_mode(config, mode)
 
 
 class Pipeline:

@@ -12,7 +12,7 @@ import sys
 import time
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Sequence
 
 import requests
 
@@ -252,6 +252,11 @@ def stop_mode(config: Config, mode: str) -> bool:
     if server:
         server.stop()
     return watched or server is not None
+
+
+def stop_servers(config: Config, modes: Sequence[str] = MODES) -> list[str]:
+    """End this run's servers of these modes and their watchers; the modes in which there was one."""
+    return [mode for mode in modes if stop_mode(config, mode)]
 
 
 def advice(reason: str) -> str:
