@@ -212,7 +212,8 @@ def main() -> int:
             )
             print_plan(config, plan, todo, left_out, dump_identity, args.rate)
             run = Extraction(config, plan, todo, writer, urls, folder, dump_identity)
-            outcome, proof = run.run(), run.proof
+            outcome = run.run()
+            proof = run.proof.tally
         else:
             writer.close(complete=not any(left_out.values()))
     except BaseException:
@@ -251,7 +252,7 @@ def finish(config: Config, plan: Plan, writer: StoreWriter, todo: list[Job], lef
         extracted_now=outcome.extracted, tokens_now=outcome.tokens, seconds=outcome.seconds, failed=len(outcome.failed), skipped=dict(plan.skipped | left_out),
         accounting=sentence, store_bytes=writer.manifest["bytes"], shards=writer.manifest["shards"], retries=outcome.retries, late_dumps=outcome.late,
         server_losses=outcome.server_losses, peak_requests_in_flight=outcome.peak_in_flight, peak_dump_bytes=outcome.peak_dump_bytes, stopped=outcome.stopped,
-        proof={"samples": proof.samples, "compared": proof.compared, "equal": proof.equal, "near_ties": proof.near_ties} if proof else {},
+        proof=proof._asdict() if proof else {},
     )  # fmt: skip
     if outcome.stopped == "interrupted":
         print("interrupted; run the same command again to go on", file=sys.stderr)

@@ -1,5 +1,8 @@
 """The proof of `final`: equal rows, near ties of a low precision, and states that are not what the LM head reads."""
 
+import sys
+import threading
+
 import torch
 from aerie.final_proof import NEAR_TIE, FinalProof, choice_gaps
 
@@ -33,7 +36,7 @@ def test_a_choice_within_rounding_is_a_near_tie_and_no_more():
     for dtype, near in (("float32", 0), ("bfloat16", 1), ("fp8", 1)):
         proof = proof_with(head)
         proof.compare(final, answer(torch.tensor([1, 1, 1])), dtype)  # a tie within 0.1%, a gap of 10%, equal
-        assert (proof.compared, proof.equal, proof.near_ties) == (3, 1, near), dtype
+        assert proof.tally == (1, 3, 1, near), dtype
     assert set(NEAR_TIE) == {"float32", "float16", "bfloat16", "fp8"}
 
 
@@ -44,5 +47,25 @@ def test_rows_shifted_by_one_are_refuted_even_in_fp8():
     right, shifted = proof_with(head), proof_with(head)
     right.compare(final, answer(choices), "fp8")
     shifted.compare(final.roll(1, 0), answer(choices), "fp8")
-    assert right.equal == right.compared == 400 and not right.refuted()
-    assert shifted.refuted() and shifted.share < 0.2
+    assert right.tally == (1, 400, 400, 0) and not right.tally.refuted()
+    assert shifted.tally.refuted() and shifted.tally.share < 0.2
+
+
+def test_a_reader_never_sees_half_a_sample():
+    head = torch.eye(64)
+    proof = proof_with(head)
+    good = answer(torch.arange(64))
+    threads = [threading.Thread(target=lambda: [proof.compare(head, good, "float32") for _ in range(200)]) for _ in range(3)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            tally = proof.tally
+            assert not tally.refuted(1) and tally.compared == 64 * tally.samples == tally.equal
+    finally:
+        sys.setswitchinterval(interval)
+        for thread in threads:
+            thread.join()
+    assert proof.tally == (600, 600 * 64, 600 * 64, 0)

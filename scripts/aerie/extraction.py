@@ -175,8 +175,9 @@ class Extraction:
             needed = self.in_flight_bytes + min(DISK_MARGIN, total // 50)
             if free < needed:
                 self.outcome.stopped = f"the disk of {self.writer.path} runs short: {free / 1e9:.2f} GB free, {needed / 1e9:.2f} GB needed for what is in flight"
-            if self.proof.refuted():
-                self.outcome.stopped = f"`final` is not what the LM head reads: {self.proof.sentence()}, and at least 99% must be equal; were the states made by this target?"
+            tally = self.proof.tally  # one moment's numbers: workers go on comparing
+            if tally.refuted():
+                self.outcome.stopped = f"`final` is not what the LM head reads: {tally.sentence()}, and at least 99% must be equal; were the states made by this target?"
             now = time.monotonic()
             if len(self.down_since) == len(self.urls) and now - max(self.down_since.values()) > self.options.server_wait_s:
                 self.outcome.stopped = f"no server at {', '.join(self.urls)} for {self.options.server_wait_s:.0f} s (extract.server_wait_s)"

@@ -6,7 +6,7 @@ It catches a wrong norm, shift, request or truncated prefix with one cheap numbe
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -64,28 +64,13 @@ def argmax_logits(final: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
     return choice
 
 
-class FinalProof:
-    """Counts compared rows, those with the server's own choice, and near ties (NEAR_TIE); called from several threads."""
+class Tally(NamedTuple):
+    """Compared rows, those with the server's own choice, and near ties (NEAR_TIE): one moment's numbers, which belong together."""
 
-    def __init__(self, model_path: str):
-        self.model_path = model_path
-        self.compared = self.equal = self.near_ties = self.samples = 0
-        self._head: torch.Tensor | None = None
-        self._lock = threading.Lock()
-
-    def compare(self, final: torch.Tensor, answer: dict[str, Any], dtype: str) -> None:
-        """Add one sample: final [T, H] float, the server's answer to a request with logprob_request(), and the dump's dtype (a key of NEAR_TIE)."""
-        choices = server_choices(answer, len(final))
-        rows = sorted(choices)
-        with self._lock:  # one at a time: each uses all cores
-            if self._head is None:
-                self._head = TargetWeights(self.model_path).lm_head()
-            theirs = torch.tensor([choices[row] for row in rows])
-            ours, gaps = choice_gaps(final[rows], self._head, theirs)
-            self.samples += 1
-            self.compared += len(rows)
-            self.equal += int((ours == theirs).sum())
-            self.near_ties += int(((ours != theirs) & (gaps <= NEAR_TIE[dtype])).sum())
+    samples: int = 0
+    compared: int = 0
+    equal: int = 0
+    near_ties: int = 0
 
     @property
     def share(self) -> float:
@@ -99,3 +84,26 @@ class FinalProof:
     def sentence(self) -> str:
         """For the log and for the error."""
         return f"argmax(lm_head(final)) equals the server's own choice at {self.equal:,} of {self.compared:,} positions of {self.samples} samples, {self.near_ties:,} more are near ties ({self.share:.2%})"
+
+
+class FinalProof:
+    """Compares samples from several threads; `tally` is read from any thread, whole at every moment."""
+
+    def __init__(self, model_path: str):
+        self.model_path = model_path
+        self.tally = Tally()
+        self._head: torch.Tensor | None = None
+        self._lock = threading.Lock()
+
+    def compare(self, final: torch.Tensor, answer: dict[str, Any], dtype: str) -> None:
+        """Add one sample: final [T, H] float, the server's answer to a request with logprob_request(), and the dump's dtype (a key of NEAR_TIE)."""
+        choices = server_choices(answer, len(final))
+        rows = sorted(choices)
+        with self._lock:  # one at a time: each uses all cores
+            if self._head is None:
+                self._head = TargetWeights(self.model_path).lm_head()
+            theirs = torch.tensor([choices[row] for row in rows])
+            ours, gaps = choice_gaps(final[rows], self._head, theirs)
+            near = (ours != theirs) & (gaps <= NEAR_TIE[dtype])
+            found = Tally(1, len(rows), int((ours == theirs).sum()), int(near.sum()))
+            self.tally = Tally(*(old + new for old, new in zip(self.tally, found, strict=True)))
