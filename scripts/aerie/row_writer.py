@@ -19,7 +19,6 @@ from .report import write_json
 from .samples import Sample, SampleWriter
 
 CHECKPOINT_S = 10.0
-BLOCK = 1 << 22  # tokens counted at once
 SPLITS = ("train", "heldout")
 OURS = ("train.safetensors", "heldout.safetensors", "vocab_map.safetensors", "report.json", ".rows.json", "rejected.jsonl")
 
@@ -118,7 +117,7 @@ class RowWriter:
             rejected.take_over(*found["rejected"])
             print(f"going on with an interrupted run: {self.chats:,} chats are rendered already", flush=True)
         self.writers = {split: SampleWriter(folder / f"{split}.safetensors", metadata, *sizes[split]) for split in SPLITS}
-        self.seen = {int(number) for writer in self.writers.values() for number in writer.read_back()[2]}
+        self.seen = {number for writer in self.writers.values() for number in writer.sample_ids().tolist()}
         self._last = time.monotonic()
 
     def _interrupted(self, folder: Path) -> dict[str, Any] | None:
@@ -165,13 +164,11 @@ class RowWriter:
 
     def token_counts(self, vocab_size: int) -> tuple[np.ndarray, np.ndarray, str]:
         """Counts [V] of the supervised and of the other tokens of the training split, and a hash of its rows whatever their order."""
-        ids, mask, numbers = self.writers["train"].read_back()
         counts = np.zeros((2, vocab_size), np.int64)
-        for start in range(0, len(ids), BLOCK):
-            part, on = ids[start : start + BLOCK], mask[start : start + BLOCK]
-            counts[0] += np.bincount(part[on == 1], minlength=vocab_size)
-            counts[1] += np.bincount(part[on == 0], minlength=vocab_size)
-        return counts[0], counts[1], hashlib.sha256(np.sort(numbers).tobytes()).hexdigest()
+        for ids, mask in self.writers["train"].blocks():
+            counts[0] += np.bincount(ids[mask == 1], minlength=vocab_size)
+            counts[1] += np.bincount(ids[mask == 0], minlength=vocab_size)
+        return counts[0], counts[1], hashlib.sha256(np.sort(self.writers["train"].sample_ids()).tobytes()).hexdigest()
 
     def close(self) -> dict[str, dict[str, int]]:
         """Put both files together; returns rows, tokens and supervised tokens by split."""

@@ -97,13 +97,19 @@ class SampleWriter:
             file.flush()
             os.fsync(file.fileno())
 
-    def read_back(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """input_ids, loss_mask and sample ids (uint64) of all rows so far, by memory map where there are any."""
-        self.sync()
-        ids, mask, index = (
-            np.memmap(path, dtype, "r") if size else np.zeros(0, dtype) for path, dtype, size in zip(self._paths, ("<i4", "u1", "<u8"), self._sizes(), strict=True)
-        )
-        return ids, mask, index[1::2]
+    def sample_ids(self) -> np.ndarray:
+        """Ids [N] uint64 of all rows so far."""
+        self._files[2].flush()
+        return np.fromfile(self._paths[2], "<u8", 2 * self.rows)[1::2].copy()
+
+    def blocks(self, size: int = 1 << 18) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """input_ids int32 and loss_mask uint8 of all rows so far, `size` tokens at a time: never all of them in memory, mapped or not."""
+        for file in self._files[:2]:
+            file.flush()
+        with open(self._paths[0], "rb") as ids, open(self._paths[1], "rb") as mask:
+            for start in range(0, self.tokens, size):
+                count = min(size, self.tokens - start)
+                yield np.fromfile(ids, "<i4", count), np.fromfile(mask, np.uint8, count)
 
     def close(self) -> None:
         """Put the file together under a temporary name, fsync, rename. The layout is safetensors' own: length, JSON header, tensors without gaps."""
