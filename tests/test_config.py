@@ -32,6 +32,7 @@ def test_every_config_in_the_repository_loads():
         (MINIMAL + "[train]\nepochs = true\n", ["train.epochs", "int", "bool"]),
         (MINIMAL + "[train]\nepochs = 0\n", ["train.epochs", "greater than 0"]),
         (MINIMAL + "[train]\nlr = nan\n", ["train.lr", "nan"]),
+        (MINIMAL + "[train]\nlr = inf\n", ["train.lr", "inf"]),
         (MINIMAL + "[server]\nport = 70000\n", ["server.port", "70000"]),
         (MINIMAL + '[extract]\ndtype = "fp4"\n', ["extract.dtype", "fp4", "fp8"]),
         (MINIMAL + "[server]\nurls = [1]\n", ["server.urls", "list[str]"]),

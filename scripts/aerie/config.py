@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import math
 import tomllib
 import types
 import typing
@@ -270,8 +271,8 @@ def _check_value(where: str, key: str, value: Any, hint: Any) -> Any:
         raise UserError(f"{where}: {key} = {value!r} must be one of {', '.join(CHOICES[key])}")
     if key in PORTS and not 1 <= value <= 65535:
         raise UserError(f"{where}: {key} = {value} is not a port (1 to 65535)")
-    if isinstance(value, float) and value != value:
-        raise UserError(f"{where}: {key} = nan is not a number")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{where}: {key} = {value} must be a finite number")
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         if key in POSITIVE and value <= 0:
             raise UserError(f"{where}: {key} = {value} must be greater than 0")

@@ -11,7 +11,7 @@ EXIT_USER = 2  # what the user can mend: config, paths, disk, port
 EXIT_FAILED = 1  # a check did not pass
 EXIT_INTERRUPTED = 130
 FULL = (errno.ENOSPC, errno.EDQUOT)
-BAD_PATH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP)
+BAD_PATH = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP)
 
 
 class UserError(Exception):
