@@ -50,10 +50,9 @@ def verify(args: argparse.Namespace) -> int:
             f"argmax(lm_head(final)) is the sample's own next token in {head.equal_next:,} of {head.rows:,} supervised rows of {head.samples} "
             f"samples ({head.equal_next / max(head.rows, 1):.1%}; near 100% where the target wrote them greedily)"
         )
-        if head.server_rows:
-            share = head.equal_server / head.server_rows
-            print(f"and the server's own choice in {head.equal_server:,} of {head.server_rows:,} ({share:.2%})")
-            failed = share < 0.99
+        if head.server.compared:
+            print(head.server.sentence())
+            failed = head.server.refuted(at_least=1)
             if failed:
                 print("BAD: below 99%: these states are not of this server's model, or final is not what its LM head reads")
     return EXIT_FAILED if failed else 0

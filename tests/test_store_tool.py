@@ -11,6 +11,8 @@ import torch
 from aerie.errors import run_main
 from aerie.rid import sample_id
 from aerie.store import Store, StoreWriter
+from aerie.store_check import check_head
+from aerie.target_weights import TargetWeights
 from extract_tools import ROOT, fake_run  # noqa: F401  (a fixture)
 from fake_dump_server import known_states
 from safetensors.torch import load_file
@@ -49,6 +51,20 @@ def test_verify_and_info_of_an_extracted_run(fake_run, capsys):
     assert code == 1 and "in no shard" in out
     code, out, err = tool(capsys, "verify", "no-such-run")
     assert code == 2 and "make extract" in err
+
+
+@pytest.mark.parametrize(("dtype", "near"), [("bfloat16", True), ("float32", False)])
+def test_near_ties_with_the_server_are_counted_as_in_extraction(fake_run, dtype, near):
+    run = fake_run(samples=8, heldout=0)
+    run.start_server("--dtype", dtype)
+    assert run.extract_here()[0] == 0
+    store, head = Store.open(run.store_path), TargetWeights(run.model).lm_head()
+    right = check_head(store, head, 8, f"http://127.0.0.1:{run.port}").server
+    assert right.samples == 8 and right.equal == right.compared > 8 and right.near_ties == 0
+    longer = torch.cat([head, head * 1.001])  # each row once more and a little longer: wherever the best logit is above 0 our choice is the longer one
+    other = check_head(store, longer, 8, f"http://127.0.0.1:{run.port}").server
+    assert other.compared == right.compared and other.equal < other.compared
+    assert other.near_ties == (other.compared - other.equal if near else 0) and other.refuted(1) is not near
 
 
 def make_store(path, all_rows: bool, dtype: str = "bfloat16", nan: bool = False):

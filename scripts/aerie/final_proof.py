@@ -6,7 +6,7 @@ It catches a wrong norm, shift, request or truncated prefix with one cheap numbe
 from __future__ import annotations
 
 import threading
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Sequence
 
 import torch
 
@@ -81,9 +81,21 @@ class Tally(NamedTuple):
         """Whether enough rows were compared and too few are equal."""
         return self.compared >= at_least and self.share < THRESHOLD
 
+    def plus(self, other: Tally) -> Tally:
+        """Both together."""
+        return Tally(*(mine + more for mine, more in zip(self, other, strict=True)))
+
     def sentence(self) -> str:
         """For the log and for the error."""
         return f"argmax(lm_head(final)) equals the server's own choice at {self.equal:,} of {self.compared:,} positions of {self.samples} samples, {self.near_ties:,} more are near ties ({self.share:.2%})"
+
+
+def compare_choices(final: torch.Tensor, head: torch.Tensor, choices: dict[int, int], rows: Sequence[int], dtype: str) -> Tally:
+    """One sample: final [R, H] float are the states of `rows`, all of them keys of `choices`; dtype: what the states were stored in (a key of NEAR_TIE)."""
+    theirs = torch.tensor([choices[row] for row in rows], dtype=torch.int64)
+    ours, gaps = choice_gaps(final, head, theirs)
+    near = (ours != theirs) & (gaps <= NEAR_TIE[dtype])
+    return Tally(1, len(rows), int((ours == theirs).sum()), int(near.sum()))
 
 
 class FinalProof:
@@ -102,8 +114,4 @@ class FinalProof:
         with self._lock:  # one at a time: each uses all cores
             if self._head is None:
                 self._head = TargetWeights(self.model_path).lm_head()
-            theirs = torch.tensor([choices[row] for row in rows])
-            ours, gaps = choice_gaps(final[rows], self._head, theirs)
-            near = (ours != theirs) & (gaps <= NEAR_TIE[dtype])
-            found = Tally(1, len(rows), int((ours == theirs).sum()), int(near.sum()))
-            self.tally = Tally(*(old + new for old, new in zip(self.tally, found, strict=True)))
+            self.tally = self.tally.plus(compare_choices(final[rows], self._head, choices, rows, dtype))

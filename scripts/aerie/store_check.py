@@ -13,7 +13,7 @@ import torch
 
 from .dumps import first_bad_row
 from .extract_plan import Plan
-from .final_proof import argmax_logits, logprob_request, server_choices
+from .final_proof import ROWS, Tally, argmax_logits, compare_choices, logprob_request, server_choices
 from .generate_client import Client, RequestTimeout, ServerGone, error_text
 from .errors import UserError
 from .rid import sample_id
@@ -97,8 +97,7 @@ class HeadCheck:
     samples: int = 0
     rows: int = 0
     equal_next: int = 0
-    server_rows: int = 0
-    equal_server: int = 0
+    server: Tally = Tally()
 
 
 def check_head(store: Store, head: torch.Tensor, count: int, url: str = "") -> HeadCheck:
@@ -107,10 +106,11 @@ def check_head(store: Store, head: torch.Tensor, count: int, url: str = "") -> H
     client = Client(url, 300.0) if url else None
     for index in np.unique(np.linspace(0, len(store) - 1, min(count, len(store))).astype(int)):
         sample = store.get(int(index))
-        rows = sample.final_rows[-128:]
+        rows = sample.final_rows[-ROWS:]
         if not len(rows):
             continue
-        ours = argmax_logits(sample.final_float()[-128:], head)
+        final = sample.final_float()[-ROWS:]
+        ours = argmax_logits(final, head)
         result.samples += 1
         inside = rows + 1 < len(sample.input_ids)
         result.rows += int(inside.sum())
@@ -126,10 +126,9 @@ def check_head(store: Store, head: torch.Tensor, count: int, url: str = "") -> H
         if status != 200:
             raise UserError(f"{url} answered {status}: {error_text(data)}")
         choices = server_choices(json.loads(data), tokens)
-        for row, choice in zip(rows.tolist(), ours.tolist()):
-            if row in choices:
-                result.server_rows += 1
-                result.equal_server += choices[row] == choice
+        asked = [place for place, row in enumerate(rows.tolist()) if row in choices]
+        if asked:
+            result.server = result.server.plus(compare_choices(final[asked], head, choices, rows[asked].tolist(), store.manifest["dtype"]))
     return result
 
 
