@@ -188,7 +188,8 @@ def test_aux_states_equal_sglangs_own_answer(family: str, make_config: Callable[
 def test_refused_at_start_by_a_real_server(args: dict[str, Any], words: str, make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
     from aerie import servers
 
-    config = make_config("deepseek_v3", f"refused-{next(iter(args))}")
+    cores = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if "pp-size" in args else {}  # SGLang asks for it when a CPU serves two ranks
+    config = make_config("deepseek_v3", f"refused-{next(iter(args))}", server={"env": cores})
     real = servers.server_args
     monkeypatch.setattr(servers, "server_args", lambda config, mode: real(config, mode) | args)
     with Server.start(config, "extraction") as server:
