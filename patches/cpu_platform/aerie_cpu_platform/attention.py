@@ -125,6 +125,10 @@ class CpuAttnBackend(TorchNativeAttnBackend):
             self._verify_mask = VerifyMask(torch.zeros(requests * nodes * nodes, dtype=torch.bool), TreeMaskMode.QLEN_ONLY, requests)
         return self._verify_mask
 
+    def get_cpu_graph_seq_len_fill_value(self) -> int:
+        """Keys of a padding request: data-parallel attention brings the batches of all ranks to one size."""
+        return 1
+
     def init_forward_metadata(self, forward_batch) -> None:
         super().init_forward_metadata(forward_batch)
         mode = forward_batch.forward_mode
@@ -163,12 +167,13 @@ class CpuAttnBackend(TorchNativeAttnBackend):
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
         plan = self.plan
-        if len(plan) == 1 and isinstance(plan[0], Group):
+        if len(plan) == 1 and isinstance(plan[0], Group) and len(plan[0].slots) * plan[0].queries == len(q):
             return attend(q, keys, values, plan[0], layer.scaling).reshape(q.shape[0], -1)
-        out = q.new_empty(q.shape[0], layer.tp_q_head_num, layer.v_head_dim)
+        out = q.new_zeros(q.shape[0], layer.tp_q_head_num, layer.v_head_dim)  # data-parallel attention pads a batch with rows of no request
         for item in plan:
             if isinstance(item, Group):
-                out[item.rows] = attend(q[item.rows], keys, values, item, layer.scaling)
+                rows = slice(len(item.slots) * item.queries) if item.rows is None else item.rows
+                out[rows] = attend(q[rows], keys, values, item, layer.scaling)
             else:
                 picked = [cache.index_select(0, item.slots).transpose(0, 1).unsqueeze(0).to(q.dtype) for cache in (keys, values)]  # [1, Hkv, K, D]
                 mine = q[item.start : item.end].transpose(0, 1).unsqueeze(0)  # [1, Hq, Q, D]

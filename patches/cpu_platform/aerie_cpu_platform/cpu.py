@@ -60,7 +60,10 @@ class AerieCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def init_backend(self) -> None:
         """Runs once in each process that computes, before the first model runner is built."""
+        from sglang.srt.distributed import parallel_state
+        from sglang.srt.layers import dp_attention
         from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+        from sglang.srt.model_executor import forward_batch_info
         from sglang.srt.models.deepseek_common import attention_backend_handler as handler
 
         from .speculation import install_draft_backends, install_kernels
@@ -68,6 +71,11 @@ class AerieCpuPlatform(CpuDeviceMixin, SRTPlatform):
         ATTENTION_BACKENDS["torch_native"] = _create_attention_backend
         install_kernels()
         install_draft_backends()
+
+        # Data-parallel attention: they ask for AMX before they believe in a CPU, and would pin memory, copy with Triton and gather with a CUDA operator.
+        forward_batch_info._is_cpu = True
+        parallel_state._is_cpu = True
+        dp_attention.memcpy_func = dp_attention.memcpy_cpu
 
         # Without this, MLA prefill takes the MHA path of the triton handler and reads the latent cache as if it were full keys.
         handler.AttentionBackendRegistry.register("torch_native", handler._dispatch_mla_subtype)
