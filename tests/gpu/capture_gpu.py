@@ -1,9 +1,12 @@
 #!/usr/bin/env python3
-"""Capture on a real GPU, in one go (about five minutes): correctness against transformers, cost, fp8, overlap; writes OUT/capture_gpu.json and prints a table.
+"""Capture on a real GPU, in one go (about four minutes): correctness against transformers, cost, fp8, overlap; writes OUT/capture_gpu.json, prints a JSON line a part.
 
-Run by hand on a GPU machine whose Python has SGLang: tests/gpu/capture_gpu.py OUT [--model FOLDER]. Every part goes on when another fails.
+Run by hand on a GPU machine whose Python has SGLang: tests/gpu/capture_gpu.py OUT [--model FOLDER] [--parts smollm2-capture ...]. Every part goes on when another fails.
 Targets: random weights in the shape of SmolLM2-135M (or --model, for example the real one), and a random DeepSeek-V3 of 8 layers and hidden size 2048.
-Without a GPU it goes through the same motions on tiny models (its numbers then mean nothing).
+
+A part is one server. capture, fp8: prefill rate with our names against the same server without them (`ratio`), then states against transformers and `final` against the
+server's own choices. plain: the same prompts on a server with capture off; `ratio` there is capture's rate over this one's. Rates are measured while no other server starts
+or works; while states are checked the next server starts. Without a GPU: the same motions on a tiny model, one server at a time (its numbers then mean nothing).
 """
 
 from __future__ import annotations
@@ -12,24 +15,25 @@ import argparse
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
-import time
-import traceback
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests"), str(ROOT / "tests" / "gpu")]
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from aerie import capture_bench, dumps  # noqa: E402
 from aerie.config import Config, load_config  # noqa: E402
+from aerie.final_proof import THRESHOLD, FinalProof, logprob_request  # noqa: E402
 from aerie.servers import Server, dump_dir  # noqa: E402
 from aerie.tiny import CONFIGS, tiny_tokenizer  # noqa: E402
 from capture_reference import Client, random_prompt  # noqa: E402
 from cpu_tools import free_port, write_config  # noqa: E402
+from gpu_parts import Parts  # noqa: E402
 
 SHAPES: dict[str, dict[str, Any]] = {
     "smollm2": CONFIGS["llama"] | {
@@ -46,6 +50,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 LAYER_IDS = {"smollm2": [1, 14, 26], "deepseek": [2, 4, 6]}
 LENGTHS, VOCAB = (2, 77, 512, 1500, 7000), 30000
 LOADS = {"smollm2": (768, 1024, 64), "deepseek": (384, 1024, 64)}  # prompts a round, mean tokens, in flight
+REPEATS = 3
+# Everything in flight fits: 128 requests of 1,024 tokens on the mean, or three of each length, at 16 KB a token are 2.1 GB. Nothing may be dropped.
+BUDGET_MB = 4096
+# What decides comes first: no part begins once the time is over
+PARTS = [("smollm2", "capture"), ("deepseek", "capture"), ("deepseek", "fp8"), ("smollm2", "plain"), ("deepseek", "plain"), ("smollm2", "fp8")]
 # Options of a GPU server without FlashAttention's binaries; no decode graphs: nothing here decodes
 ARGS = {
     "attention-backend": "triton", "sampling-backend": "pytorch", "grammar-backend": "none", "mem-fraction-static": 0.6, "max-total-tokens": 262144,
@@ -55,6 +64,7 @@ DEVICE = "cuda"
 if not torch.cuda.is_available():
     DEVICE, LENGTHS, VOCAB, SHAPES = "cpu", (2, 77, 300), 320, {"deepseek": CONFIGS["deepseek_v3"]}
     LAYER_IDS, ARGS, LOADS = {"deepseek": [2, 3, 5]}, {"chunked-prefill-size": 256, "skip-tokenizer-init": True}, dict.fromkeys(SHAPES, (12, 64, 4))
+    BUDGET_MB, REPEATS, PARTS = 64, 1, [("deepseek", kind) for kind in ("capture", "fp8", "plain")]
 
 
 def make_model(name: str, folder: Path) -> Path:
@@ -76,25 +86,26 @@ def make_model(name: str, folder: Path) -> Path:
 
 
 def config_of(work: Path, name: str, model: Path, kind: str) -> Config:
-    """A config whose server is one of: capture, fp8 (their plain twins come from capture_bench)."""
+    """A config whose extraction server is that of one part."""
     run = f"gpu-{name}-{kind}"
     memory = Path("/dev/shm")
     folder = (memory if shutil.disk_usage(memory).free > 8 << 30 else work / "dumps") / f"aerie-{run}"
-    path = write_config(
-        work / f"{run}.toml", model, LAYER_IDS[name], target={"dtype": "bfloat16"}, extract={"dtype": "fp8" if kind == "fp8" else "model"},
-        server={"args": ARGS, "ready_timeout_s": 240.0, "port": free_port(), "dump_dir": str(folder), "cpu_args": {"mem-fraction-static": 0.7}}, bench={"baseline_port": free_port(), "side_by_side": True},
-    )  # fmt: skip
+    server = {
+        "args": ARGS, "ready_timeout_s": 240.0, "port": free_port(), "dump_dir": str(folder), "cpu_args": {"mem-fraction-static": 0.7},
+        "env": {"SGLANG_HS_DUMP_BUDGET_MB": str(BUDGET_MB)},
+    }  # fmt: skip
+    extract = {"dtype": "fp8" if kind == "fp8" else "model"}
+    path = write_config(work / f"{run}.toml", model, LAYER_IDS[name], target={"dtype": "bfloat16"}, extract=extract, server=server, bench={"baseline_port": free_port()})
     return load_config(str(path), run)
 
 
-def reference(model_folder: Path, prompts: list[list[int]]) -> tuple[list[list[torch.Tensor]], torch.Tensor]:
-    """Transformers on the GPU in bf16: states as in capture_reference.reference_states, and the LM head."""
+def reference(model_folder: Path, prompts: list[list[int]]) -> list[list[torch.Tensor]]:
+    """Transformers on the GPU in bf16: states as in capture_reference.reference_states."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16).to(DEVICE).eval()
     with torch.no_grad():
-        states = [[state[0].float().cpu() for state in model.model(torch.tensor([ids], device=DEVICE), output_hidden_states=True, use_cache=False).hidden_states] for ids in prompts]
-    return states, model.lm_head.weight.detach().float().cpu()
+        return [[state[0].float().cpu() for state in model.model(torch.tensor([ids], device=DEVICE), output_hidden_states=True, use_cache=False).hidden_states] for ids in prompts]
 
 
 def row_errors(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -118,123 +129,165 @@ def check_states(found: list[dumps.Dump], states: list[list[torch.Tensor]], poin
     return result
 
 
-def capture_all(client: Client, prompts: list[list[int]], together: bool) -> list[dumps.Dump]:
-    return client.capture_together(prompts) if together else [client.capture(ids) for ids in prompts]
+class Targets:
+    """Models and their reference states, made when first needed."""
+
+    def __init__(self, work: Path, model: Path | None):
+        self.work, self.folders = work, {"smollm2": model} if model else {}
+        self.prompts = [random_prompt(length, length, VOCAB) for length in LENGTHS]
+        self.states: dict[str, list[list[torch.Tensor]]] = {}
+
+    def folder(self, name: str) -> Path:
+        if name not in self.folders:
+            self.folders[name] = make_model(name, self.work / "models" / name)
+        return self.folders[name]
+
+    def reference(self, name: str) -> list[list[torch.Tensor]]:
+        if name not in self.states:
+            self.states[name] = reference(self.folder(name), self.prompts)
+            if DEVICE == "cuda":
+                torch.cuda.empty_cache()
+        return self.states[name]
 
 
-def check_target(server: Server, config: Config, model: Path, prompts: list[list[int]], states: list[list[torch.Tensor]], head: torch.Tensor) -> dict[str, Any]:
-    """States alone and together against transformers; chunked and mixed against alone; final times the LM head against the server's own first token."""
-    client = Client(server)
-    alone = capture_all(client, prompts, False)
-    together = capture_all(client, prompts * 3, True)
-    points = json.loads(alone[0].metadata["capture_points"])
-    result = {"alone": check_states(alone, states, points), "together": check_states(together, states * 3, points), "capture_points": points}
-    agree = rows = 0
-    for ids in prompts:
-        rid = client.rid(ids)
-        answer = client.post(rid, ids, return_logprob=True, logprob_start_len=max(0, len(ids) - 128), top_logprobs_num=1).json()["meta_info"]
-        choice = (client.dump(rid, ids).final_float()[-130:] @ head.T).argmax(dim=-1)
-        for back, entry in enumerate(reversed(answer["input_top_logprobs"])):
-            if entry and back + 2 <= len(choice):
-                rows += 1
-                agree += int(choice[-2 - back]) == entry[0][1]
-    result["final_argmax_agrees"] = agree / max(rows, 1)
-    result["right"] = result["alone"]["right"] and result["together"]["right"] and result["final_argmax_agrees"] > (0.9 if alone[0].metadata["dtype"] == "fp8" else 0.97)
-    return result
+class Run:
+    """The parts in order; at most one server works, and at most one more starts."""
 
+    def __init__(self, parts: Parts, targets: Targets, out: Path, todo: list[tuple[str, str]]):
+        self.parts, self.targets, self.out, self.todo = parts, targets, out, todo
+        self.configs: dict[tuple[str, str], Config] = {}
+        self.servers: dict[tuple[str, str], Server] = {}
+        self.costs: dict[tuple[str, str], dict[str, Any]] = {}
+        self.exact: dict[str, list[dumps.Dump]] = {}  # the capture part's dumps, for the error of fp8
 
-class Parts:
-    """Runs named parts; a failing one is written down and the others go on."""
+    def start(self, key: tuple[str, str]) -> str:
+        """Start this part's server unless it is starting already; returns at once."""
+        if key not in self.servers:
+            name, kind = key
+            self.configs[key] = config_of(self.targets.work, name, self.targets.folder(name), kind)
+            self.servers[key] = capture_bench.start(self.configs[key], kind != "plain")
+        return self.servers[key].url
 
-    def __init__(self, out: Path):
-        self.out, self.result, self.begin = out, {"torch": torch.__version__, "gpu": torch.cuda.get_device_name() if DEVICE == "cuda" else "none"}, time.monotonic()
-
-    def __call__(self, name: str, part: Callable[[], Any]) -> Any:
-        start = time.monotonic()
+    def all(self) -> None:
+        """Every part; whatever happens no server is left."""
         try:
-            value = part()
-            self.result[name] = value if isinstance(value, (dict, str)) else "done"
-        except Exception as exc:
-            value = None
-            traceback.print_exc()
-            self.result[name] = {"failed": repr(exc)}
-        print(f"[{time.monotonic() - self.begin:.0f} s] {name}: {time.monotonic() - start:.1f} s", flush=True)
-        (self.out / "capture_gpu.json").write_text(json.dumps(self.result, indent=1, default=str))
-        return value
+            for place, key in enumerate(self.todo):
+                self.part(key, self.todo[place + 1] if place + 1 < len(self.todo) else None)
+                self.end(key)
+        finally:
+            for key in list(self.servers):
+                self.end(key)
+
+    def part(self, key: tuple[str, str], after: tuple[str, str] | None) -> None:
+        name, kind = key
+        label = f"{name}-{kind}"
+        if self.parts(f"{label} start", lambda: self.start(key)) is None:
+            return
+        if kind != "plain":
+            self.parts(f"{name} reference", lambda: f"{len(self.targets.reference(name))} prompts")  # while the server starts
+        if after and after[0] != name and DEVICE == "cuda":
+            self.parts(f"{after[0]} model", lambda: str(self.targets.folder(after[0])))
+            if after[1] != "plain":
+                self.parts(f"{after[0]} reference", lambda: f"{len(self.targets.reference(after[0]))} prompts")
+        if self.parts(f"{label} ready", lambda: self.servers[key].wait_ready(240) or "yes") is None:
+            return
+        self.parts(f"{label} cost", lambda: self.plain_cost(key) if kind == "plain" else self.cost(key))
+        if after and DEVICE == "cuda" and self.parts.elapsed < self.parts.seconds:
+            self.parts(f"{'-'.join(after)} start", lambda: self.start(after))
+        if kind != "plain":
+            self.parts(f"{label} load", lambda: self.load(key))
+            self.parts(f"{label} states", lambda: self.check(key))
+
+    def end(self, key: tuple[str, str]) -> None:
+        """Stop a part's server and keep the end of its log."""
+        server = self.servers.pop(key, None)
+        if server is not None:
+            (self.out / f"{'-'.join(key)}.log").write_bytes(server.log.read_bytes()[-300_000:])
+            server.stop()
+            shutil.rmtree(dump_dir(self.configs[key]), ignore_errors=True)
+
+    def cost(self, key: tuple[str, str]) -> dict[str, Any]:
+        """The same server with our names and without: nothing else differs between the rounds."""
+        requests, tokens, concurrency = LOADS[key[0]]
+        config, server = self.configs[key], self.servers[key]
+        found = capture_bench.measure(config, server, server, capture_bench.make_prompts(config, requests, tokens), concurrency, REPEATS)
+        found |= {"dropped": int(found["counters"].get("dropped", 0)), "errors": int(found["counters"].get("errors", 0)), "dump_dir": str(dump_dir(config))}
+        self.costs[key] = found
+        return found
+
+    def load(self, key: tuple[str, str]) -> dict[str, Any]:
+        """Many requests at once, every dump checked (token ids, finiteness, what else the client checks): a row of another batch shows here."""
+        requests, tokens, _ = LOADS[key[0]]
+        client = Client(self.servers[key])
+        prompts = [ids.tolist() for ids in capture_bench.make_prompts(self.configs[key], min(requests, 128), tokens)]
+        return {"checked_dumps": len(client.capture_together(prompts)), "checked_rows": sum(map(len, prompts))}
+
+    def plain_cost(self, key: tuple[str, str]) -> dict[str, Any]:
+        """The capture part's prompts on a server with capture off, against that part's rounds."""
+        requests, tokens, concurrency = LOADS[key[0]]
+        prompts = capture_bench.make_prompts(self.configs[key], requests, tokens)
+        rounds = [capture_bench.run_round(self.servers[key], prompts, concurrency, None) for _ in range(REPEATS + 2)][1:]
+        rate = statistics.median(one.tok_s for one in rounds)
+        result: dict[str, Any] = {"plain_server_tok_s": rate, "rounds_tok_s": [one.tok_s for one in rounds], "failed_requests": sum(len(one.problems) for one in rounds)}
+        with_capture = self.costs.get((key[0], "capture"))
+        if with_capture:
+            result |= {"ratio": with_capture["capture_tok_s"] / rate, "ratio_without_names": with_capture["plain_tok_s"] / rate}
+        return result
+
+    def check(self, key: tuple[str, str]) -> dict[str, Any]:
+        """States alone and together against transformers; `final` times the LM head against the server's own choices, near ties counted as the product does."""
+        name, kind = key
+        client, prompts, states = Client(self.servers[key]), self.targets.prompts, self.targets.reference(name)
+        alone = [client.capture(ids) for ids in prompts]
+        together = client.capture_together(prompts * 3)
+        points = json.loads(alone[0].metadata["capture_points"])
+        result: dict[str, Any] = {"alone": check_states(alone, states, points), "together": check_states(together, states * 3, points), "capture_points": points}
+        proof = FinalProof(str(self.targets.folder(name)))
+        for ids in prompts:
+            rid = client.rid(ids)
+            answer = client.post(rid, ids, **logprob_request(len(ids))).json()
+            dump = client.dump(rid, ids)
+            proof.compare(dump.final_float(), answer, dump.identity()["dtype"])
+        result |= {"final_rows": proof.tally.compared, "final_equal": proof.tally.equal, "final_near_ties": proof.tally.near_ties, "final_share": proof.tally.share}
+        result["right"] = result["alone"]["right"] and result["together"]["right"] and proof.tally.share >= THRESHOLD
+        for point, entry in result["alone"]["points"].items():
+            result[f"error_at_{point}"] = entry["own"]
+        if kind == "capture":
+            self.exact[name] = alone
+        elif name in self.exact:
+            result |= fp8_error(self.exact[name], alone)
+        return result
+
+
+def fp8_error(exact: list[dumps.Dump], quantised: list[dumps.Dump]) -> dict[str, float]:
+    """Relative error of fp8 rows against the same prompts' bf16 dumps, and the bytes of both."""
+    pairs = list(zip(exact, quantised))
+    aux = torch.cat([row_errors(low.aux_float(), high.aux_float()) for high, low in pairs])
+    final = torch.cat([row_errors(low.final_float(), high.final_float()) for high, low in pairs])
+    sizes = [np.sum([pair[side].nbytes for pair in pairs]) for side in (0, 1)]
+    return {"fp8_aux_median": float(aux.median()), "fp8_aux_max": float(aux.max()), "fp8_final_median": float(final.median()), "fp8_bytes_ratio": float(sizes[1] / sizes[0])}
 
 
 def main() -> None:
+    names = [f"{name}-{kind}" for name, kind in PARTS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", type=Path, help="a Llama target's folder in place of the random one of SmolLM2's shape")
     parser.add_argument("--work", type=Path, default=Path("/tmp/capture_gpu"), help="models, runs, configs")
+    parser.add_argument("--parts", nargs="+", choices=names, default=names, metavar="PART", help=f"in this order (default: {' '.join(names)})")
+    parser.add_argument("--no-patch", action="store_true", help="leave the installed SGLang as it is")
+    parser.add_argument("--seconds", type=float, default=270.0, help="no part begins after that (default: %(default)s)")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    os.environ["AERIE_RUNS_DIR"] = str(args.work / "runs")
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    parts = Parts(args.out)
-    parts("patch", lambda: subprocess.run([str(ROOT / "scripts" / "00_apply_patch.sh")], env=os.environ | {"PY": sys.executable}, check=True, capture_output=True, text=True).stdout.strip())
-    models = {name: args.model if args.model and name == "smollm2" else parts(f"{name} model", lambda name=name: make_model(name, args.work / "models" / name)) for name in SHAPES}
-    configs = {(name, kind): config_of(args.work, name, Path(model), kind) for name, model in models.items() if model for kind in ("capture", "fp8")}
-    servers: dict[tuple[str, str], Server] = {}
+    os.environ |= {"AERIE_RUNS_DIR": str(args.work / "runs"), "HF_HUB_OFFLINE": "1"}
+    parts = Parts(args.out / "capture_gpu.json", args.seconds, torch=torch.__version__, gpu=torch.cuda.get_device_name() if DEVICE == "cuda" else "none", cores=os.cpu_count())
+    if not args.no_patch:
+        patch = [str(ROOT / "scripts" / "00_apply_patch.sh")]
+        parts("patch", lambda: subprocess.run(patch, env=os.environ | {"PY": sys.executable}, check=True, capture_output=True, text=True).stdout.strip())
     try:
-        for (name, kind), config in configs.items():
-            servers[name, kind] = capture_bench.start(config, True)
-            if kind == "capture":
-                servers[name, "plain"] = capture_bench.start(config, False)
-        prompts = [random_prompt(length, length, VOCAB) for length in LENGTHS]
-        states = {name: parts(f"{name} reference", lambda name=name: reference(Path(models[name]), prompts)) for name in models if models[name]}
-        if DEVICE == "cuda":
-            torch.cuda.empty_cache()
-        for key, server in servers.items():
-            parts(f"{' '.join(key)} ready", lambda server=server: server.wait_ready(240) or "yes")
-        for name in models:
-            if not states.get(name):
-                continue
-            for kind in ("capture", "fp8"):
-                parts(f"{name} {kind} states", lambda name=name, kind=kind: check_target(servers[name, kind], configs[name, kind], models[name], prompts, *states[name]))
-            parts(f"{name} fp8 error", lambda name=name: fp8_error(Client(servers[name, "capture"]), Client(servers[name, "fp8"]), prompts))
-        for name, load in LOADS.items():
-            for kind in ("capture", "fp8"):
-                parts(f"{name} {kind} cost", lambda name=name, kind=kind, load=load: cost(configs[name, kind], servers[name, "plain"], servers[name, kind], *load))
+        Run(parts, Targets(args.work, args.model), args.out, [PARTS[names.index(name)] for name in args.parts]).all()
     finally:
-        for server in servers.values():
-            (args.out / f"{server.config.run.name}-{server.record['url'].rpartition(':')[2]}.log").write_bytes(server.log.read_bytes()[-300_000:])
-            server.stop()
-        table(parts.result)
-
-
-def cost(config: Config, plain: Server, capture: Server, requests: int, tokens: int, concurrency: int) -> dict[str, Any]:
-    """bench_capture's measurement on servers that are already there."""
-    found = capture_bench.measure(config, plain, capture, capture_bench.make_prompts(config, requests, tokens), concurrency, 4)
-    return {**found, "dump_dir": str(dump_dir(config))}
-
-
-def fp8_error(exact: Client, quantised: Client, prompts: list[list[int]]) -> dict[str, float]:
-    """Relative error of fp8 rows against the same prompts' bf16 dumps, and the bytes of both."""
-    pairs = [(exact.capture(ids), quantised.capture(ids)) for ids in prompts]
-    aux = torch.cat([row_errors(low.aux_float(), high.aux_float()) for high, low in pairs])
-    final = torch.cat([row_errors(low.final_float(), high.final_float()) for high, low in pairs])
-    sizes = [np.sum([pair[side].nbytes for pair in pairs]) for side in (0, 1)]
-    return {"aux_median": float(aux.median()), "aux_max": float(aux.max()), "final_median": float(final.median()), "bytes_ratio": float(sizes[1] / sizes[0])}
-
-
-def table(result: dict[str, Any]) -> None:
-    """The short version."""
-    for name, value in result.items():
-        if isinstance(value, dict) and "failed" in value:
-            print(f"{name:28} FAILED {value['failed'][:200]}")
-        elif name.endswith("states"):
-            own = ", ".join(f"{point}: {entry['own']:.4f} (neighbours {min(entry['one_before'], entry['one_after']):.3f})" for point, entry in value["alone"]["points"].items())
-            print(f"{name:28} {'right' if value['right'] else 'WRONG'}; {own}; final {value['alone']['final']['median']:.4f}; argmax agrees {value['final_argmax_agrees']:.4f}")
-        elif name.endswith("cost"):
-            counters = value["counters"]
-            print(
-                f"{name:28} ratio {value['ratio']:.3f}: {value['plain_tok_s']:.0f} -> {value['capture_tok_s']:.0f} tok/s; copies {counters.get('copy_s', 0):.2f} s of {value['capture_seconds']:.2f} s, "
-                f"our code {value['hook_share_of_wall']:.1%}, files {counters.get('write_s', 0):.2f} s, waits {counters.get('waits', 0):.0f}, dropped {counters.get('dropped', 0):.0f}, failed {value['failed_requests']}"
-            )
-        elif name.endswith("error"):
-            print(f"{name:28} {value}")
+        parts.summary(("ratio", "ratio_without_names", "plain_tok_s", "capture_tok_s", "plain_server_tok_s", "right", "final_share", "checked_dumps", "dropped", "failed_requests", "hook_share_of_wall"))
 
 
 if __name__ == "__main__":

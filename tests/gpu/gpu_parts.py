@@ -1,0 +1,51 @@
+"""Named parts of a run by hand on a GPU machine: a failing part is written down and the others go on; one JSON line a part, one summary at the end."""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from pathlib import Path
+from typing import Any, Callable
+
+
+class Parts:
+    """Runs parts, keeps their results in `file` (rewritten after each), and knows how much of `seconds` is left."""
+
+    def __init__(self, file: Path, seconds: float, **about: Any):
+        self.file, self.seconds, self.begin = file, seconds, time.monotonic()
+        self.results: dict[str, dict[str, Any]] = {"about": about}
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self.begin
+
+    def __call__(self, name: str, function: Callable[[], Any]) -> Any:
+        """What `function` returned (a dict is kept as the part's result); None when it failed or no time is left to begin it."""
+        if self.elapsed > self.seconds:
+            self._keep(name, {"skipped": f"the {self.seconds:.0f} s of this run are over"}, 0.0)
+            return None
+        start = time.monotonic()
+        try:
+            value = function()
+            result = value if isinstance(value, dict) else {"done": str(value)[:200]}
+        except Exception as exc:
+            traceback.print_exc()
+            value, result = None, {"failed": f"{type(exc).__name__}: {exc}"[:600]}
+        self._keep(name, result, time.monotonic() - start)
+        return value
+
+    def _keep(self, name: str, result: dict[str, Any], seconds: float) -> None:
+        self.results[name] = {**result, "seconds": round(seconds, 1), "ended_at": round(self.elapsed, 1)}
+        print(json.dumps({"part": name, **scalars(self.results[name])}), flush=True)
+        self.file.write_text(json.dumps(self.results, indent=1, default=str))
+
+    def summary(self, keys: tuple[str, ...]) -> None:
+        """One JSON object for the whole run: of each part its `keys`, and whatever failed or was skipped."""
+        short = {name: {key: value for key, value in scalars(result).items() if key in (*keys, "failed", "skipped", "seconds")} for name, result in self.results.items()}
+        print(json.dumps({"summary": short, "seconds": round(self.elapsed, 1), "file": str(self.file)}, indent=1), flush=True)
+
+
+def scalars(result: dict[str, Any]) -> dict[str, Any]:
+    """The plain values of a result, numbers to four digits."""
+    return {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in result.items() if isinstance(value, (str, int, float, bool))}

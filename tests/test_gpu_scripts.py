@@ -1,0 +1,106 @@
+"""The scripts that run by hand on a GPU machine: their order, a failing part, the end of the time, and that no server is left. (No GPU, no server.)"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aerie.paths import ROOT
+
+
+def load(name: str) -> Any:
+    """tests/gpu/NAME.py as a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [str(ROOT / "tests" / "gpu"), *sys.path])
+        spec = importlib.util.spec_from_file_location(f"gpu_script_{name}", ROOT / "tests" / "gpu" / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def gpu_parts() -> Any:
+    return load("gpu_parts")
+
+
+def test_parts_go_on_after_a_failing_one_and_end_with_the_time(tmp_path: Path, gpu_parts: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    parts = gpu_parts.Parts(tmp_path / "r.json", 100.0, gpu="none")
+    assert parts("a", lambda: {"ratio": 0.123456, "more": [1]}) == {"ratio": 0.123456, "more": [1]}
+    assert parts("b", lambda: 1 / 0) is None
+    parts.seconds = 0.0
+    assert parts("c", lambda: pytest.fail("begun after the end")) is None
+    saved = json.loads((tmp_path / "r.json").read_text())
+    assert saved["a"]["more"] == [1] and "ZeroDivisionError" in saved["b"]["failed"] and "over" in saved["c"]["skipped"]
+    parts.summary(("ratio",))
+    lines = capsys.readouterr().out.split("\n", 3)
+    assert json.loads(lines[0])["ratio"] == 0.1235 and "failed" in json.loads(lines[1]) and "skipped" in json.loads(lines[2])
+    summary = json.loads(lines[3])["summary"]
+    assert summary["a"]["ratio"] == 0.1235 and "more" not in summary["a"] and "failed" in summary["b"] and "skipped" in summary["c"]
+
+
+class FakeServer:
+    """Notes what is done to it."""
+
+    def __init__(self, name: str, events: list[str], log: Path):
+        self.name, self.events, self.log = name, events, log
+        log.write_text("log")
+        events.append(f"start {name}")
+
+    url = "http://nowhere"
+
+    def wait_ready(self, timeout: float) -> None:
+        self.events.append(f"ready {self.name}")
+
+    def stop(self) -> None:
+        self.events.append(f"stop {self.name}")
+
+
+def test_capture_parts_run_in_order_with_one_server_ahead(tmp_path: Path, gpu_parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: the rates of a part are measured while no other server starts; a failing part harms no later one; nothing is left running."""
+    module, events = load("capture_gpu"), []
+    keys = [("one", "capture"), ("two", "fp8"), ("one", "plain")]
+    monkeypatch.setattr(module, "DEVICE", "cuda")
+    monkeypatch.setattr(module, "LOADS", {"one": (4, 8, 2), "two": (4, 8, 2)})
+    monkeypatch.setattr(module, "config_of", lambda work, name, model, kind: SimpleNamespace(key=f"{name}-{kind}"))
+    monkeypatch.setattr(module, "dump_dir", lambda config: tmp_path / "dumps" / config.key)
+    monkeypatch.setattr(module.capture_bench, "start", lambda config, capture: FakeServer(config.key, events, tmp_path / f"{config.key}.server.log"))
+    monkeypatch.setattr(module.capture_bench, "make_prompts", lambda *words: [])
+
+    def measure(config: Any, plain: Any, capture: Any, *words: Any) -> dict[str, Any]:
+        assert plain is capture
+        events.append(f"cost {config.key}")
+        if config.key == "two-fp8":
+            raise RuntimeError("no number")
+        return {"ratio": 0.9, "capture_tok_s": 90.0, "plain_tok_s": 100.0, "counters": {"dropped": 0}}
+
+    monkeypatch.setattr(module.capture_bench, "measure", measure)
+    monkeypatch.setattr(module.capture_bench, "run_round", lambda *words: SimpleNamespace(tok_s=120.0, problems=[]))
+    targets = SimpleNamespace(work=tmp_path, folder=lambda name: tmp_path, reference=lambda name: [1], prompts=[])
+    parts = gpu_parts.Parts(tmp_path / "r.json", 100.0)
+    run = module.Run(parts, targets, tmp_path, keys)
+    monkeypatch.setattr(run, "load", lambda key: events.append(f"load {'-'.join(key)}") or {})
+    monkeypatch.setattr(run, "check", lambda key: events.append(f"states {'-'.join(key)}") or {"right": True})
+    run.all()
+    assert events == [
+        "start one-capture", "ready one-capture", "cost one-capture", "start two-fp8", "load one-capture", "states one-capture", "stop one-capture",
+        "ready two-fp8", "cost two-fp8", "start one-plain", "load two-fp8", "states two-fp8", "stop two-fp8", "ready one-plain", "stop one-plain",
+    ]  # fmt: skip
+    assert "no number" in parts.results["two-fp8 cost"]["failed"]
+    assert parts.results["one-plain cost"]["ratio"] == 0.75 and parts.results["one-plain cost"]["ratio_without_names"] == pytest.approx(100 / 120)
+    assert not run.servers and (tmp_path / "two-fp8.log").read_text() == "log"
+
+    events.clear()
+    late = module.Run(gpu_parts.Parts(tmp_path / "late.json", -1.0), targets, tmp_path, keys)
+    late.all()
+    assert events == [] and all("skipped" in late.parts.results[f"{name}-{kind} start"] for name, kind in keys)
+
+
+def test_the_scripts_name_their_parts() -> None:
+    module = load("capture_gpu")
+    assert module.PARTS and all(name in module.SHAPES and name in module.LAYER_IDS and name in module.LOADS for name, _ in module.PARTS)
+    assert load("extract_gpu").BUDGET_MB > 0
