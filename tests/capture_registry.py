@@ -6,6 +6,8 @@ import inspect
 import json
 import re
 import sys
+from types import SimpleNamespace
+from unittest import mock
 
 # Classes that draft for another model, or embed: they inherit the setter and are no targets.
 NO_TARGET = re.compile(r"NextN|MTP|Eagle|Assistant|Embedding|^MindSpore")
@@ -35,5 +37,23 @@ def walk() -> dict[str, object]:
     }  # fmt: skip
 
 
+def prefill_graphs() -> dict[str, bool]:
+    """Whether capture refuses prefill CUDA graphs, for each of SGLang's backends of that phase and for a config that is not published; as on a machine with a GPU."""
+    import torch
+    from capture_fakes import load_hook
+    from sglang.srt import runtime_context
+    from sglang.srt.model_executor import cuda_graph_config as graphs
+
+    found = {}
+    with mock.patch.object(torch.cuda, "is_available", lambda: True):
+        found["not published"] = load_hook()._prefill_graphs()
+        for backend in graphs.ALLOWED_BACKENDS_PER_PHASE[graphs.Phase.PREFILL]:
+            config = graphs.CudaGraphConfig(prefill=graphs.PhaseConfig(backend=backend))
+            published = SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=config))
+            with mock.patch.object(runtime_context, "get_exec", lambda: published), mock.patch.object(graphs, "get_exec", lambda: published, create=True):
+                found[backend] = load_hook()._prefill_graphs()
+    return found
+
+
 if __name__ == "__main__":
-    print("REGISTRY " + json.dumps(walk()))
+    print("REGISTRY " + json.dumps(walk() | {"prefill_graphs": prefill_graphs()}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any, Callable, Iterator
 
@@ -26,6 +27,23 @@ def test_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("AERIE_RUNS_DIR", str(folder))
         patch.setenv("HF_HUB_OFFLINE", "1")
         yield folder
+
+
+@pytest.fixture
+def mount_tmpfs() -> Iterator[Callable[[Path, str], Path]]:
+    """mount_tmpfs(folder, size) -> folder, a small file system of its own in memory; skips where this user may not mount."""
+    mounted: list[Path] = []
+
+    def mount(folder: Path, size: str) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True, check=False).returncode:
+            pytest.skip("cannot mount a tmpfs here (not root?)")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 @pytest.fixture(scope="session")

@@ -325,6 +325,32 @@ def test_a_full_disk_is_named_and_leaves_nothing_half_written(rig: Callable[...,
     assert [path.name for path in one.folder.iterdir()] == [f"{rid}.error"]
 
 
+def test_a_folder_on_a_full_file_system_of_its_own(rig: Callable[..., Rig], tmp_path: Path, mount_tmpfs: Callable[[Path, str], Path]) -> None:
+    """A real one: the dump that does not fit is dropped, with its reason where that fits; the server goes on, and once there is room so do dumps."""
+    mount_tmpfs(tmp_path / "dumps", "768k")
+    one = rig(budget_mb=4)
+    assert one.folder.stat().st_dev != tmp_path.stat().st_dev
+    first, second, third, fourth = (name(4000) for _ in range(4))  # 528 KB each
+    one.run((first, [1] * 4000, 0))
+    check(one, first, [1] * 4000)
+    one.run((second, [2] * 4000, 0))
+    assert "No space left on device" in error_of(one, second)
+    ballast = one.folder / "ballast"
+    with pytest.raises(OSError), open(ballast, "wb", buffering=0) as file:
+        while file.write(bytes(4096)) == 4096:
+            pass
+        raise OSError  # the last write was a short one
+    one.run((third, [3] * 4000, 0))  # not even the reason fits now
+    deadline = time.monotonic() + 10
+    while one.counters.values["errors"] < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert one.counters.values["errors"] == 2 and not dumps.dump_path(one.folder, third).exists()
+    ballast.unlink()
+    dumps.remove_dump(one.folder, first)
+    one.run((fourth, [4] * 4000, 0))
+    check(one, fourth, [4] * 4000)
+
+
 def test_what_dead_servers_left_half_written_is_removed(tmp_path: Path) -> None:
     dead, alive, foreign = tmp_path / f".{name(3)}.1.4194305.tmp", tmp_path / f".{name(3)}.1.{os.getpid()}.tmp", tmp_path / "notes.tmp"
     for path in (dead, alive, foreign):

@@ -60,6 +60,7 @@ def test_every_class_that_can_be_an_eagle3_target_fits_the_hook(make_config: Cal
     print(f"{len(found['targets'])} of {found['registered']} registered classes can be captured: {', '.join(found['targets'])}")
     stated = re.search(r"(\d+) of the (\d+) model classes", (ROOT / "patches" / "README.md").read_text())
     assert stated and (int(stated[1]), int(stated[2])) == (len(found["targets"]), found["registered"])
+    assert found["prefill_graphs"] == {backend: backend != "disabled" for backend in found["prefill_graphs"]} and len(found["prefill_graphs"]) >= 3
     assert len(found["text_models"]) > 30
     for name, model in found["text_models"].items():
         assert "forward_batch" in model["parameters"], name  # where the hook reads the batch

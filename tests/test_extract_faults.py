@@ -218,17 +218,18 @@ def test_wrong_final_is_refused(fake_run):
     assert code == 2 and "is not what the LM head reads" in err
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(folder)], capture_output=True, check=False).returncode:
-        pytest.skip("cannot mount a tmpfs here (not root?)")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+def test_dumps_on_another_file_system_than_the_store(fake_run, mount_tmpfs):
+    run = fake_run()
+    mount_tmpfs(run.dumps, "16m")
+    assert run.dumps.stat().st_dev != run.folder.stat().st_dev
+    run.start_server()
+    code, out, err = run.extract_here()
+    assert code == 0, err
+    run.assert_complete()
 
 
-def test_a_full_disk_ends_the_run_with_a_whole_store(fake_run, small_disk):
+def test_a_full_disk_ends_the_run_with_a_whole_store(fake_run, mount_tmpfs, tmp_path):
+    small_disk = mount_tmpfs(tmp_path / "disk", "6m")
     run = fake_run(samples=120, extract={"shard_gb": 3e-4, "proof_samples": 0})
     run.start_server()
     run.store_path.parent.mkdir(parents=True, exist_ok=True)

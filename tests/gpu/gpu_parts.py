@@ -42,7 +42,7 @@ class Parts:
 
     def summary(self, keys: tuple[str, ...]) -> None:
         """One JSON object for the whole run: of each part its `keys`, and whatever failed or was skipped."""
-        short = {name: {key: value for key, value in scalars(result).items() if key in (*keys, "failed", "skipped", "seconds")} for name, result in self.results.items()}
+        short = {name: {key: value for key, value in scalars(result).items() if key in (*keys, "failed", "skipped", "seconds")} for name, result in self.results.items() if name != "about"}
         print(json.dumps({"summary": short, "seconds": round(self.elapsed, 1), "file": str(self.file)}, indent=1), flush=True)
 
 
