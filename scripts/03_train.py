@@ -8,7 +8,6 @@ Several GPUs: python -m torch.distributed.run --nproc-per-node 4 -- scripts/03_t
 
 import argparse
 import hashlib
-import importlib.util
 import json
 import os
 import shutil
@@ -32,6 +31,7 @@ from aerie.errors import EXIT_FAILED, UserError, run_main
 from aerie.export import export_drafter
 from aerie.extract_plan import make_plan
 from aerie.identity import model_hash, tokenizer_hash
+from aerie.ops import choose_kernels
 from aerie.progress import Progress
 from aerie.report import write_report
 from aerie.servers import stop_servers
@@ -128,6 +128,7 @@ def main() -> int:
         torch.set_num_threads(train.threads)
     torch.manual_seed(train.seed)
     device, dtype = pick_device(config)
+    fast, kernels = choose_kernels(train.kernels, device)
     group = start_group(device.type == "cuda")
     if group.world > 1 and args.stream:
         raise UserError("--stream trains in one process; start it without torchrun, or train after the extraction")
@@ -154,7 +155,7 @@ def main() -> int:
     drafter = Drafter(shape, device=device)
     origin = begin(config, drafter, target, head.draft_head, draft_ids, store)
     drafter.set_compute(dtype)
-    drafter.fast = device.type == "cuda" and train.compile != "off" and importlib.util.find_spec("triton") is not None
+    drafter.fast = fast
     fixed = Fixed(target.embedding().to(device, dtype), head, train.ttt_steps, train.step_decay, train.activation_checkpointing)
     export_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
     belongs = fingerprint(config, store, vocab.metadata, bool(stream))
@@ -180,7 +181,7 @@ def main() -> int:
         trainer = Trainer(train, drafter, fixed, store, training, heldout, None if args.overfit else run.checkpoints, config.serve.num_steps, on_best, group)
     if args.overfit:
         trainer.plan.steps = trainer.plan.steps[:OVERFIT_STEPS]
-    print(f"drafter: {sum(p.numel() for p in drafter.parameters()) / 1e6:.1f} M parameters, {origin}; {dtype} on {device}", flush=True)
+    print(f"drafter: {sum(p.numel() for p in drafter.parameters()) / 1e6:.1f} M parameters, {origin}; {dtype} on {device}, {kernels}", flush=True)
     print(f"{len(training)} samples to train on, {len(heldout[: train.eval_samples])} held out; {len(trainer.plan.steps)} steps{'' if args.overfit else f' in {train.epochs} epochs'}", flush=True)
     latest = None if args.overfit else last_checkpoint(run.checkpoints)
     if latest is not None and not args.fresh and read_state(latest).get("fingerprint") == belongs:

@@ -35,11 +35,18 @@ def run(shape, dtype, fast: bool, device: torch.device, masks: list[list[int]], 
     return loss.item(), {name: parameter.grad.clone() for name, parameter in drafter.named_parameters()}, [int(one.correct) for one in counts]
 
 
+# the heads of Kimi and DeepSeek: 192 wide for queries and keys, 128 for values
+LATENT = {
+    "arch": "mla", "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "head_dim": 192,
+    "num_attention_heads": 4, "num_key_value_heads": 4,
+}  # fmt: skip
+
+
 def main() -> int:
     device = torch.device("cuda")
     masks = [[0] * 30 + [1] * 90, [0] * 5 + [1] * 40 + [0] * 20 + [1] * 64, [1] * 12, [0, 0, 1, 1, 0]]
     bad = 0
-    for options in ({}, {"num_key_value_heads": 4}, {"head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 2}, {"fc_norm": True, "norm_output": True}):
+    for options in ({}, {"num_key_value_heads": 4}, {"head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 2}, {"fc_norm": True, "norm_output": True}, LATENT):
         shape = make_shape(**{"hidden_size": 256, "target_hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 2048, "draft_vocab_size": 1024, **options})
         truth = run(shape, torch.float32, False, torch.device("cpu"), masks, 5)
         plain_error = 0.0

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 CASES = ["{}", "{'num_key_value_heads': 4}", "{'num_attention_heads': 6, 'head_dim': 12, 'fc_norm': True}", "{'norm_output': True, 'norm_before_fc': True}"]
+LATENT = "{'arch': 'mla', 'q_lora_rank': 24, 'kv_lora_rank': 16, 'qk_nope_head_dim': 8, 'qk_rope_head_dim': 4, 'v_head_dim': 8, 'head_dim': 12, 'num_key_value_heads': 4}"
 
 PROGRAM = """
 import sys
@@ -42,7 +43,7 @@ print("same")
 """
 
 
-@pytest.mark.parametrize("cases", [pytest.param(CASES[:1], id="plain"), pytest.param(CASES[1:], id="heads and options", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [pytest.param(CASES[:1], id="plain"), pytest.param([LATENT], id="mla"), pytest.param(CASES[1:], id="heads and options", marks=pytest.mark.slow)])
 def test_fast_path_equals_plain_path(cases):
     pytest.importorskip("triton")
     here = Path(__file__).parent

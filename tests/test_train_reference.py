@@ -9,7 +9,7 @@ from train_helpers import MLA, YARN, make_drafter, make_fixed, make_sample, make
 from train_reference import reference
 
 import aerie.unroll as unroll_module
-from aerie import ttt_loss
+from aerie import ops, ttt_loss
 from aerie.batches import build_batch
 from aerie.export import to_names
 from aerie.ttt_attention import DocumentLayout
@@ -102,3 +102,18 @@ def test_packing_and_checkpointing_change_nothing():
 def test_attention_by_document_is_the_same(monkeypatch):
     monkeypatch.setattr(unroll_module, "make_layout", DocumentLayout)
     check({})
+
+
+@pytest.mark.parametrize("options", [{}, {"norm_output": True, "fc_norm": True}, MLA], ids=str)
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_drafter_ops_give_the_same_numbers(monkeypatch, options, fused):
+    """The way through cuda/ that a GPU takes, with the ops' references in place of their kernels."""
+    called = []
+    for name in ("drafter_input", "soft_target_ce_", "online_update_"):
+        op = getattr(ops.drafter_ops.OPS, name)
+        monkeypatch.setattr(ops.drafter_ops.OPS, name, lambda *args, op=op, name=name: called.append(name) or op(*args))
+    check(options, fused=fused)
+    assert not called
+    monkeypatch.setattr(ops, "gpu_kernel", lambda tensor: True)
+    check(options, fused=fused)
+    assert set(called) == {"drafter_input", "soft_target_ce_", "online_update_"}

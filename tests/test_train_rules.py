@@ -11,6 +11,8 @@ from aerie.batches import BadSample, build_batch, epoch_order, pack, supervised_
 from aerie.config import Train
 from aerie.curves import warnings_of
 from aerie.errors import UserError
+from aerie.ops import choose_kernels, drafter_ops
+from aerie.store import StoredSample
 from aerie.target_weights import TargetWeights
 from aerie.trainer import learning_rate, make_plan
 from aerie.walk import Walked, answer_runs, walk
@@ -67,6 +69,47 @@ def test_bad_samples_are_named():
     sample.aux[2, 5] = float("inf")
     with pytest.raises(BadSample, match="b{16}.*aux"):
         build_batch([sample], 3)
+
+
+def in_fp8(name: str, mask: list[int], seed: int):
+    """A sample whose states are rows of e4m3, as an fp8 store gives them."""
+    sample = make_sample(name, mask, make_shape(), seed)
+    rows, scale = drafter_ops.quantize_rows_fp8(sample.aux.view(-1, HIDDEN))
+    final, final_scale = drafter_ops.quantize_rows_fp8(sample.final)
+    return StoredSample(name, False, sample.input_ids, sample.loss_mask, rows.view(len(mask), -1), final, sample.final_rows, scale.view(len(mask), -1), final_scale)
+
+
+def test_fp8_rows_become_floats_on_the_device():
+    """Beside a GPU the batch keeps the bytes and to() makes floats of them: the same as when the reader does it."""
+    samples = [in_fp8(f"{i:016x}", mask, i) for i, mask in enumerate(([0, 0, 1, 1, 1, 1, 0], [0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1]))]
+    kept, plain = build_batch(samples, 4, torch.bfloat16, keep_fp8=True), build_batch(samples, 4, torch.bfloat16)
+    assert kept.aux.dtype == torch.uint8 and kept.aux.nbytes * 2 == plain.aux.nbytes
+    moved = kept.to(torch.device("cpu"), torch.bfloat16)
+    for name in ("aux", "final", "rows", "next_ids", "row_of"):
+        assert torch.equal(getattr(moved, name), getattr(plain, name)), name
+    assert moved.aux_scale is None and moved.counts == plain.counts
+
+
+@pytest.mark.parametrize("spoil", [lambda s: s.aux_scale[3].fill_(torch.nan), lambda s: s.final_scale[1].fill_(torch.inf), lambda s: s.aux.view(torch.uint8)[2, 7].fill_(0xFF)])
+def test_bad_fp8_samples_are_named(spoil):
+    sample = in_fp8("c" * 16, [0, 0, 1, 1, 1, 1], 0)
+    spoil(sample)
+    for keep in (True, False):
+        with pytest.raises(BadSample, match="c{16}.*not finite"):
+            build_batch([sample], 3, keep_fp8=keep)
+
+
+def test_kernels_that_cannot_run_are_refused_where_they_must(monkeypatch):
+    cpu = torch.device("cpu")
+    assert choose_kernels("auto", cpu) == (False, "PyTorch alone")
+    with pytest.raises(UserError, match="train.kernels = 'on', but the device is a CPU"):
+        choose_kernels("on", cpu)
+    monkeypatch.setattr(drafter_ops, "status", lambda: "the library is missing")
+    with pytest.raises(UserError, match="the library is missing"):
+        choose_kernels("on", torch.device("cuda"))
+    monkeypatch.setenv("AERIE_DRAFTER_OPS", "")
+    assert choose_kernels("off", torch.device("cuda")) == (False, "PyTorch alone")
+    assert drafter_ops.has_kernel(torch.zeros(1), torch.float32) is False
 
 
 def test_order_and_packing_are_the_same_again_and_whole():

@@ -29,6 +29,7 @@ class FakeSample:
     aux: torch.Tensor
     final_all: torch.Tensor
     heldout: bool = False
+    aux_scale = final_scale = None  # not fp8
 
     @property
     def final_rows(self) -> torch.Tensor:

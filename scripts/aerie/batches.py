@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .errors import UserError
+from .ops import drafter_ops
 
 
 def supervised_depth(loss_mask: np.ndarray, steps: int) -> np.ndarray:
@@ -38,12 +39,14 @@ class Batch:
     positions: Tensor  # [T] int64: row in its document
     next_ids: Tensor  # [T] int64: token[t+1], what step 0 reads
     text_ids: Tensor  # [T] int64: token[t+2], what step 0 predicts in the text
-    aux: Tensor  # [T, num_aux * Ht]
-    final: Tensor  # [R, Ht]: final[t+1] of each supervised row, in the order of `rows`
+    aux: Tensor  # [T, num_aux * Ht]; with aux_scale the bytes (uint8) of e4m3
+    final: Tensor  # [R, Ht]: final[t+1] of each supervised row, in the order of `rows`; with final_scale likewise
     rows: Tensor  # [R] int64: flat rows supervised at step 0, those supervised longest first: step k works on the first counts[k]
     counts: list[int]  # supervised rows by TTT step
     row_of: Tensor  # [T] int64: flat row -> its place in `rows`, -1 for a row without supervision
     tokens: int = 0  # of the whole samples, prompt and unused ends included
+    aux_scale: Tensor | None = None  # [T, num_aux] float32: an fp8 store's rows, which to() makes floats on the device
+    final_scale: Tensor | None = None  # [R] float32
 
     def labels(self, step: int) -> Tensor:
         """[counts[step]] int64: where in `rows` (and so in `final`) each row's label of this step stands: row t at step k is taught what row t+k is at step 0."""
@@ -52,17 +55,37 @@ class Batch:
     def to(self, device: torch.device, dtype: torch.dtype) -> Batch:
         """On the device, states in the compute dtype."""
         wait_not = {"non_blocking": True}
+
+        def states(rows: Tensor, scale: Tensor | None) -> Tensor:
+            rows = rows.to(device, **wait_not)
+            return rows.to(dtype) if scale is None else from_fp8(rows, scale.to(device, **wait_not), dtype)
+
         return Batch(
             self.sample_ids, self.offsets, self.positions.to(device, **wait_not), self.next_ids.to(device, **wait_not), self.text_ids.to(device, **wait_not),
-            self.aux.to(device, **wait_not).to(dtype), self.final.to(device, **wait_not).to(dtype), self.rows.to(device, **wait_not),
+            states(self.aux, self.aux_scale), states(self.final, self.final_scale), self.rows.to(device, **wait_not),
             self.counts, self.row_of.to(device, **wait_not), self.tokens,
         )  # fmt: skip
 
     def pin(self) -> Batch:
         """In page-locked memory, so that copies to a GPU do not wait."""
-        for name in ("positions", "next_ids", "text_ids", "aux", "final", "rows", "row_of"):
-            setattr(self, name, getattr(self, name).pin_memory())
+        for name in ("positions", "next_ids", "text_ids", "aux", "final", "rows", "row_of", "aux_scale", "final_scale"):
+            if getattr(self, name) is not None:
+                setattr(self, name, getattr(self, name).pin_memory())
         return self
+
+
+def from_fp8(rows: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes of e4m3 [N, A * H] uint8 and scale [N] or [N, A] float32 -> [N, A * H] in `dtype`."""
+    wide = rows.view(torch.float8_e4m3fn).view(scale.numel(), -1)
+    return drafter_ops.dequantize_rows_fp8(wide, scale.reshape(-1), dtype).view(len(rows), -1)
+
+
+def all_finite(states: Tensor, scale: Tensor | None) -> bool:
+    """Whether states as floats, or as bytes of e4m3 with their scale, hold neither NaN nor infinity."""
+    if scale is not None:
+        return bool(torch.isfinite(scale).all()) and not bool(((states & 0x7F) == 0x7F).any())
+    # one sum at memory speed says it for nearly all; only a sum that is not finite is looked at value by value
+    return math.isfinite(float(states.sum(dtype=torch.float32))) or bool(torch.isfinite(states).all())
 
 
 class BadSample(Exception):
@@ -78,9 +101,14 @@ def as_numpy(x: Any) -> np.ndarray:
     return x.numpy() if isinstance(x, Tensor) else np.asarray(x)
 
 
-def build_batch(samples: Sequence[Any], steps: int, dtype: torch.dtype = torch.float32) -> Batch | None:
-    """Pack samples of the store (store.StoredSample), states in `dtype`. None when none of them has a supervised row. Raises BadSample."""
+def build_batch(samples: Sequence[Any], steps: int, dtype: torch.dtype = torch.float32, keep_fp8: bool = False) -> Batch | None:
+    """Pack samples of the store (store.StoredSample), states in `dtype`; keep_fp8 leaves an fp8 store's rows as they are, for to() on a GPU.
+
+    None when none of them has a supervised row. Raises BadSample.
+    """
     ids, documents, auxes, finals, flat_rows, depths, positions, next_ids, text_ids = [], [], [], [], [], [], [], [], []
+    aux_scales: list[Tensor] = []
+    final_scales: list[Tensor] = []
     start = tokens = 0
     for sample in samples:
         input_ids, mask = as_numpy(sample.input_ids).astype(np.int64), as_numpy(sample.loss_mask)
@@ -94,10 +122,17 @@ def build_batch(samples: Sequence[Any], steps: int, dtype: torch.dtype = torch.f
         places = np.searchsorted(final_rows, supervised + 1)
         if len(final_rows) == 0 or places.max() >= len(final_rows) or not np.array_equal(final_rows[places], supervised + 1):
             raise BadSample(sample.id, "a supervised row has no final state in the store")
-        aux, final = sample.aux_float(dtype)[:used], sample.final_float(dtype)[torch.from_numpy(places)]
-        for name, states in (("aux", aux), ("final", final)):
-            # one sum at memory speed says it for nearly all; only a sum that is not finite is looked at value by value
-            if not math.isfinite(float(states.sum(dtype=torch.float32))) and not bool(torch.isfinite(states).all()):
+        at = torch.from_numpy(places)
+        aux_scale = final_scale = None
+        if keep_fp8 and sample.aux_scale is not None:
+            aux, aux_scale = sample.aux[:used].view(torch.uint8), sample.aux_scale[:used]
+            final, final_scale = sample.final.view(torch.uint8)[at], sample.final_scale[at]
+            aux_scales.append(aux_scale)
+            final_scales.append(final_scale)
+        else:
+            aux, final = sample.aux_float(dtype)[:used], sample.final_float(dtype)[at]
+        for name, states, scale in (("aux", aux, aux_scale), ("final", final, final_scale)):
+            if not all_finite(states, scale):
                 raise BadSample(sample.id, f"{name} holds a value that is not finite")
         ids.append(sample.id)
         documents.append(used)
@@ -113,7 +148,7 @@ def build_batch(samples: Sequence[Any], steps: int, dtype: torch.dtype = torch.f
         return None
     depth, rows = np.concatenate(depths), np.concatenate(flat_rows)
     order = np.argsort(-depth, kind="stable")
-    rows = rows[order]
+    rows, by_depth = rows[order], torch.from_numpy(order)
     row_of = np.full(start, -1)
     row_of[rows] = np.arange(len(rows))
     return Batch(
@@ -123,11 +158,13 @@ def build_batch(samples: Sequence[Any], steps: int, dtype: torch.dtype = torch.f
         next_ids=torch.from_numpy(np.concatenate(next_ids)),
         text_ids=torch.from_numpy(np.concatenate(text_ids)),
         aux=torch.cat(auxes),
-        final=torch.cat(finals)[torch.from_numpy(order)],
+        final=torch.cat(finals)[by_depth],
         rows=torch.from_numpy(rows),
         counts=[int((depth > step).sum()) for step in range(steps)],
         row_of=torch.from_numpy(row_of),
         tokens=tokens,
+        aux_scale=torch.cat(aux_scales) if aux_scales else None,
+        final_scale=torch.cat(final_scales)[by_depth] if final_scales else None,
     )
 
 
@@ -163,7 +200,7 @@ class Reader:
         samples = [self.store.get(index) for index in indices]
         while samples:
             try:
-                batch = build_batch(samples, self.steps, self.dtype)
+                batch = build_batch(samples, self.steps, self.dtype, keep_fp8=self.pin)  # a GPU makes floats of fp8 rows itself: half the bytes to copy
                 return batch.pin() if batch is not None and self.pin else batch
             except BadSample as exc:
                 with self._lock:

@@ -124,7 +124,7 @@ class Train:
     aux_noise: float = 0.0  # Gaussian noise on the auxiliary states in training, relative to their size: against overfitting on little data
     activation_checkpointing: bool = False
     parallel: str = "ddp"  # under torchrun: ddp (every process holds all) or fsdp (masters, gradients and moments are split)
-    compile: str = "auto"  # auto, on: the fused kernels (Triton) on a GPU; off: plain PyTorch
+    kernels: str = "auto"  # auto: our own kernels (Triton, and cuda/ where it is built) on a GPU; on: stop where they cannot run; off: PyTorch alone
     seed: int = 0
     eval_every: int = 0  # steps; 0: at the end of each epoch
     eval_samples: int = 200
@@ -224,7 +224,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "draft.arch": ("llama", "mla"),
     "draft.init": ("auto", "fit", "random"),
     "train.dtype": ("auto", "bfloat16", "float32"),
-    "train.compile": ("auto", "on", "off"),
+    "train.kernels": ("auto", "on", "off"),
     "train.parallel": ("ddp", "fsdp"),
 }
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import ops
 from .errors import UserError
 
 
@@ -258,9 +259,19 @@ class Drafter(nn.Module):
             aux = torch.cat([rms_norm(part, self.fc_norm[i], shape.rms_norm_eps) for i, part in enumerate(parts)], dim=-1)
         return self.linear(aux, "fc")
 
-    def embed_part(self, embeddings: Tensor) -> Tensor:
-        """The embedding's share of q, k, v. embeddings [R, H] -> [R, q + 2 kv]."""
-        return self.linear(self.norm_fork(embeddings, self.embed_norm)[0], "qkv_embed")
+    def first(self, ids: Tensor, embedding: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """TTT step 0 of all rows. ids [T] int64, embedding [V, H], state [T, H].
+
+        Returns (the embedding's share of q, k, v, which later steps read again [T, q + 2 kv], q, k, v as project() gives them, the state as the residual reads it).
+        """
+        if ops.gpu_kernel(state) and embedding.dtype == state.dtype:  # gather and both norms in one pass
+            both = ops.drafter_ops.OPS.drafter_input(ids, embedding, state, self.embed_norm, self.state_norm, self.shape.rms_norm_eps)  # [T, 2H]
+            embedded, normed = both.split(state.shape[1], dim=-1)
+        else:
+            embedded = self.norm_fork(embedding.index_select(0, ids), self.embed_norm)[0]
+            normed, state = self.norm_fork(state, self.state_norm)
+        embed_part = self.linear(embedded, "qkv_embed")
+        return embed_part, self.linear(normed, "qkv_state", add=embed_part), state
 
     def project(self, state: Tensor, embed_part: Tensor) -> tuple[Tensor, Tensor]:
         """state [R, H], embed_part [R, q + 2 kv] -> (q, k, v side by side, not rotated [R, q + 2 kv], the state as the residual reads it)."""
@@ -278,10 +289,10 @@ class Drafter(nn.Module):
 
     def _latent_heads(self, fused: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Latents [R, q_lora + kv_lora + rope] -> q, k, v [R, heads, nope + rope], as DeepseekV2AttentionMLA's unabsorbed form."""
-        shape, eps = self.shape, self.shape.rms_norm_eps
+        shape = self.shape
         q_a, kv_a, k_rope = fused.split([shape.q_lora_rank, shape.kv_lora_rank, shape.qk_rope_head_dim], dim=-1)
-        q = self.linear(rms_norm(q_a, self.q_a_norm, eps), "q_b").unflatten(-1, (shape.num_attention_heads, -1))
-        kv = self.linear(rms_norm(kv_a, self.kv_a_norm, eps), "kv_b").unflatten(-1, (shape.num_attention_heads, -1))
+        q = self.linear(self.norm_fork(q_a, self.q_a_norm)[0], "q_b").unflatten(-1, (shape.num_attention_heads, -1))
+        kv = self.linear(self.norm_fork(kv_a, self.kv_a_norm)[0], "kv_b").unflatten(-1, (shape.num_attention_heads, -1))
         q_nope, q_rope = q.split([shape.qk_nope_head_dim, shape.qk_rope_head_dim], dim=-1)
         k_nope, v = kv.split([shape.qk_nope_head_dim, shape.v_head_dim], dim=-1)
         k_rope = apply_rope_pairs(k_rope.unsqueeze(1), cos, sin).expand(-1, shape.num_attention_heads, -1)

@@ -166,7 +166,7 @@ class RopeSplit(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dq: Tensor, dk: Tensor, dv: Tensor):
-        """dq comes in compact form from the attention: [R, nq, d] of the rows that ask, in step 0 scattered to all rows."""
+        """dq [T, nq, d], at its rows' own places; dk and dv [R, nkv, d]."""
         positions, cos, sin = ctx.saved_tensors
         chain, count = ctx.chain, ctx.shape[0]
         dfused = torch.empty(ctx.shape, dtype=dk.dtype, device=dk.device)
@@ -178,6 +178,25 @@ class RopeSplit(torch.autograd.Function):
         return dfused, None, None, None, None, None
 
 
+class PlaceHeads(torch.autograd.Function):
+    """The same for heads that are there already (MLA): q, k, v [R, heads, d] -> q [T, nq, d], k and v [R, nkv, d] (contiguous, or in plane step-1 of the chain)."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, chain: Chain, step: int):
+        ctx.chain, ctx.step, ctx.count = chain, step, len(q)
+        if not step:
+            return tuple(x.contiguous().view_as(x) for x in (q, k, v))
+        planes = chain.k[step - 1, : len(k)].copy_(k), chain.v[step - 1, : len(v)].copy_(v)
+        placed = q.new_zeros(chain.total, *q.shape[1:]).index_copy_(0, chain.rows[: len(q)], q)
+        return placed, *(plane.view_as(plane) for plane in planes)
+
+    @staticmethod
+    def backward(ctx, dq: Tensor, dk: Tensor, dv: Tensor):
+        if ctx.step:
+            dq = dq.index_select(0, ctx.chain.rows[: ctx.count])
+        return dq, dk, dv, None, None
+
+
 class ChainAttention(torch.autograd.Function):
     """Attention of step `step`: q [T, nq, d], first-step k0, v0 [T, nkv, d], this step's own k, v (its plane of the chain; None at step 0) -> [count, nq * d]."""
 
@@ -185,7 +204,7 @@ class ChainAttention(torch.autograd.Function):
     def forward(ctx, q: Tensor, k0: Tensor, v0: Tensor, k: Tensor | None, v: Tensor | None, chain: Chain, step: int, count: int, scale: float):
         out, lse, rest = chain.core.forward(q, k0, v0, scale)
         if lse.shape != (chain.nq, chain.total):
-            raise RuntimeError(f"flash attention answered log-sum-exps of shape {list(lse.shape)}, not [heads, rows]: this PyTorch is not known to the trainer; set train.compile=off")
+            raise RuntimeError(f"flash attention answered log-sum-exps of shape {list(lse.shape)}, not [heads, rows]: this PyTorch is not known to the trainer; set train.kernels=off")
         compact = torch.empty(count, chain.nq * chain.dim, dtype=q.dtype, device=q.device)
         kernels.merge_forward[(count, chain.nkv)](
             q, out, lse, chain.k, chain.v, chain.rows, compact, chain.k.stride(0), lse.stride(0), scale, count, STEPS=step, num_warps=1, **chain.meta()

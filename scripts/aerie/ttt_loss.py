@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from . import ops
 from .drafter import Drafter, accumulate
 
 CHUNK_BYTES = 256 << 20  # of float32 logits at a time
@@ -42,6 +43,12 @@ class TargetHead:
         wide = torch.promote_types(final.dtype, torch.float32)
         for part in final.split(chunk_rows(len(self.head), final.device)):
             logits = self.logits(part, self.head)
+            if ops.gpu_kernel(logits):  # one read of the logits, no copy of them in float32
+                found = ops.drafter_ops.OnlineTarget(len(logits), logits.device)
+                ops.drafter_ops.OPS.online_update_(logits, 0, found.maximum, found.total, found.argmax)
+                tops.append(found.argmax)
+                sums.append(found.lse)
+                continue
             tops.append(logits.argmax(-1))
             sums.append(logits.to(wide).logsumexp(-1))
         return torch.cat(tops), torch.cat(sums)
@@ -86,16 +93,14 @@ class _HeadLoss(torch.autograd.Function):
         dhead = None
         if needs and ctx.needs_input_grad[1]:
             dhead = master.grad if fused else torch.zeros_like(master)
-        kernel = needs and gpu_kernel(normed)
+        kernel = needs and ops.gpu_kernel(normed)  # losses, hits and gradient in one pass over the logits, but no top tokens
         step = chunk_rows(width, normed.device)
         for start in range(0, count, step):
             part = slice(start, min(start + step, count))
             logits, chosen = normed[part] @ head.t(), labels[part]  # [c, Vd]
             if kernel:
-                from .ops import drafter_ops
-
                 weights = torch.full((len(logits),), weight, dtype=torch.float32, device=logits.device)
-                loss, hits[part], _, _ = drafter_ops.OPS.soft_target_ce_(logits, teacher.logits, teacher.lse, teacher.wanted, weights, chosen, False)
+                loss, hits[part], _, _ = ops.drafter_ops.OPS.soft_target_ce_(logits, teacher.logits, teacher.lse, teacher.wanted, weights, chosen, False)
                 losses[part] = loss / weight
                 grad = logits  # the kernel's gradient stands where the logits were
             else:
@@ -121,15 +126,6 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx, grad: Tensor, *_):
         dnormed, dhead = ctx.saved_tensors
         return dnormed, dhead, None, None, None, None, None
-
-
-def gpu_kernel(tensor: Tensor) -> bool:
-    """Whether the library of cuda/ is built and takes this tensor; then it gives losses, hits and gradient in one pass over the logits, but no top tokens."""
-    if not tensor.is_cuda:
-        return False
-    from .ops import drafter_ops
-
-    return drafter_ops.has_kernel(tensor, torch.bfloat16)
 
 
 def head_loss(drafter: Drafter, normed: Tensor, teacher: Teacher, labels: Tensor, weight: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -53,12 +53,10 @@ def unroll(drafter: Drafter, batch: Batch, fixed: Fixed, rope: Rope, divisor: fl
     with torch.no_grad():
         tops, lse = fixed.head.survey(batch.final) if known is None else known
         teacher = Teacher(fixed.head.logits(batch.final, fixed.head.draft_head), lse, fixed.head.to_draft[tops])
-        embeddings = fixed.embedding.index_select(0, batch.next_ids)
     rope.reserve(int(batch.offsets.diff().max()) + fixed.steps)
-    engine = (FastEngine if drafter.fast and drafter.shape.arch == "llama" else PlainEngine)(drafter, batch, rope, fixed.steps)
+    engine = (FastEngine if drafter.fast else PlainEngine)(drafter, batch, rope, fixed.steps)
     all_states = drafter.fuse_aux(batch.aux)  # [T, H]
-    embed_part = drafter.embed_part(embeddings)  # [T, q + 2 kv]
-    fused, all_states = drafter.project(all_states, embed_part)
+    embed_part, fused, all_states = drafter.first(batch.next_ids, fixed.embedding, all_states)
     engine.first(fused)
     state = take_rows(all_states, batch.rows)
     total: Tensor | float = 0.0
@@ -145,16 +143,22 @@ class FastEngine:
         self.positions = batch.positions.index_select(0, batch.rows)
 
     def first(self, fused: Tensor) -> None:
-        from .fast_ops import RopeSplit
+        self.q, self.k0, self.v0 = self.heads(fused, self.batch.positions, 0)
 
-        self.q, self.k0, self.v0 = RopeSplit.apply(fused, self.batch.positions, self.rope.cos, self.rope.sin, self.chain, 0)
+    def heads(self, fused: Tensor, positions: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """fused [R, ...] -> q [T, nq, d] at its rows' own places, k and v [R, nkv, d]; from step 1 on k and v stand in the chain."""
+        from .fast_ops import PlaceHeads, RopeSplit
+
+        if self.drafter.shape.arch == "mla":  # latents: rotation and the two up-projections in PyTorch, attention by the kernels
+            return PlaceHeads.apply(*self.drafter.heads(fused, *self.rope.at(positions)), self.chain, step)
+        return RopeSplit.apply(fused, positions, self.rope.cos, self.rope.sin, self.chain, step)
 
     def layer(self, state: Tensor, embedded: Tensor | None, step: int) -> tuple[Tensor, Tensor]:
-        from .fast_ops import ChainAttention, RopeSplit
+        from .fast_ops import ChainAttention
 
         q, k, v = self.q, None, None
         if embedded is not None:
             fused, state = self.drafter.project(state, embedded)
-            q, k, v = RopeSplit.apply(fused, self.positions[: len(state)] + step, self.rope.cos, self.rope.sin, self.chain, step)
+            q, k, v = self.heads(fused, self.positions[: len(state)] + step, step)
         attended = ChainAttention.apply(q, self.k0, self.v0, k, v, self.chain, step, len(state), self.drafter.shape.scale)
         return self.drafter.after_attention(state, attended)
