@@ -25,10 +25,11 @@ from aerie.config import Train
 from aerie.drafter import Drafter, DrafterShape
 from aerie.eager_train import EagerDrafter
 from aerie.errors import UserError, run_main
+from aerie.ops import gpu_kernel
 from aerie.optimizer import Optimizer
 from aerie.profile_parts import profile_parts
 from aerie.report import write_report
-from aerie.ttt_loss import TargetHead, gpu_kernel
+from aerie.ttt_loss import TargetHead
 from aerie.unroll import Fixed, Rope, unroll
 
 
