@@ -24,7 +24,7 @@ def speculate(make_config, tiny_model, start_server):
         plain = [transformers_greedy(tiny_model(family), prompt, TOKENS) for prompt in PROMPTS]
         frequent = [token for token, _ in Counter(token for text in plain for token in text).most_common(100)]
         serve = {"num_steps": steps, "topk": topk, "num_draft_tokens": nodes}
-        config = make_config(family, f"spec-{family}-{topk}-{dtype}", target={"model_path": str(target), "dtype": dtype}, serve=serve, **sections)
+        config = make_config(family, f"spec-{family}-{steps}-{topk}-{nodes}-{dtype}", target={"model_path": str(target), "dtype": dtype}, serve=serve, **sections)
         repeating_drafter(config.run.drafter, target, AUX_LAYER_IDS[family], frequent, dtype=getattr(torch, dtype))
         return start_server(config, "serving"), target, plain
 
