@@ -23,7 +23,8 @@ from aerie.extract_plan import make_plan, state_bytes
 from aerie.identity import read_model_config, text_config
 from aerie.pipeline import script_command
 
-RESTARTS = 5  # of one end, when it was killed or crashed; an error that the user can mend is not repeated
+RESTARTS = 5  # of one end in a row, when it was killed or crashed; an error that the user can mend is not repeated
+SETTLED_S = 600.0  # an end that ran this long got somewhere: its restarts count anew, for a job of days may meet more than five deaths
 PAUSE_S = 2.0
 
 
@@ -35,10 +36,12 @@ class End:
     command: list[str]
     process: subprocess.Popen | None = None
     restarts: int = 0
+    started: float = 0.0
     done: bool = False
     codes: list[int] = field(default_factory=list)
 
     def start(self) -> None:
+        self.started = time.monotonic()
         self.process = subprocess.Popen(self.command, env=os.environ | {"PY": sys.executable})
 
     def stop(self) -> None:
@@ -72,6 +75,8 @@ def watch(ends: list[End]) -> int:
                 if code is None:
                     continue
                 end.codes.append(code)
+                if time.monotonic() - end.started >= SETTLED_S:
+                    end.restarts = 0
                 if code == 0:
                     end.done = True
                 elif code in (1, 2) or end.restarts >= RESTARTS:

@@ -136,3 +136,15 @@ def test_more_epochs_than_the_folder_can_serve_are_refused(fake_run, monkeypatch
     monkeypatch.setattr(sys, "argv", ["run_stream.py", "--config", str(run.config_path), "--run", run.name])
     with pytest.raises(UserError, match="train.epochs = 1"):
         module.main()
+
+
+@pytest.mark.parametrize(("settled", "code"), [(0.0, 0), (600.0, 1)])
+def test_restarts_count_in_a_row(tmp_path, monkeypatch, settled, code):
+    """Seven deaths are too many in a row, and none too many for an end that ran for long in between."""
+    module = stream_module()
+    monkeypatch.setattr(module, "PAUSE_S", 0.0)
+    monkeypatch.setattr(module, "SETTLED_S", settled)
+    log = tmp_path / "deaths"
+    script = 'f=$1; n=$(cat "$f" 2>/dev/null | wc -c); [ "$n" -ge 7 ] && exit 0; printf x >>"$f"; kill -9 $$'
+    assert module.watch([module.End("training", ["sh", "-c", script, "sh", str(log)])]) == code
+    assert log.stat().st_size == (7 if code == 0 else 1 + module.RESTARTS)

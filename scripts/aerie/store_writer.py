@@ -51,7 +51,7 @@ class StoreWriter:
             raise
 
     def _resume(self, fields: dict[str, Any]) -> None:
-        for leftover in self.path.glob(".shard-*.tmp"):
+        for leftover in self.path.glob(".*.tmp"):  # a shard, manifest or report that a killed run was writing
             leftover.unlink()
         shards = self._good_shards()
         manifest = read_manifest(self.path)
