@@ -3,7 +3,7 @@
 
 Run again, it goes on from the last checkpoint when config and data are the same, and starts anew when they are not.
 
-Several GPUs: python -m torch.distributed.run --nproc-per-node 4 -- scripts/03_train.py --config CONFIG (train.parallel: ddp or fsdp).
+Several GPUs: --set train.gpus=[0,1] starts a process on each (train.parallel: ddp or fsdp); so does a torchrun of your own.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from aerie.drafter_init import init_from_target, make_shape, start_from
 from aerie.errors import EXIT_FAILED, UserError, run_main
 from aerie.export import export_drafter
 from aerie.extract_plan import make_plan
+from aerie.gpus import apart, torchrun, training_env
 from aerie.identity import model_hash, tokenizer_hash
 from aerie.ops import choose_kernels
 from aerie.progress import Progress
@@ -79,10 +80,11 @@ def target_head(manifest: dict, target: TargetWeights, draft_ids: torch.Tensor, 
     return TargetHead(head, head[ids].contiguous(), ids, to_draft.to(device), float(logits.get("logit_scale") or 1.0), float(logits.get("final_logit_softcapping") or 0.0))
 
 
-def fingerprint(config: Config, store: Store, vocab: dict[str, str], stream: bool = False) -> str:
-    """What a checkpoint belongs to: sections that shape the run, and the samples."""
+def fingerprint(config: Config, store: Store, vocab: dict[str, str], stream: bool = False, world: int = 1) -> str:
+    """What a checkpoint belongs to: sections that shape the run, and the samples. How many processes share the batches of a step is not part of it."""
     sections = config.as_dict()
-    train = {key: value for key, value in sections["train"].items() if key not in ("threads", "stop_server", "checkpoint_every", "max_bad_samples", "device")}
+    own = ("threads", "stop_server", "checkpoint_every", "max_bad_samples", "device", "gpus", "parallel")
+    train = {key: value for key, value in sections["train"].items() if key not in own} | {"accumulate": config.train.accumulate * world}
     text = json.dumps([sections["target"], sections["draft"], train, vocab, store.manifest["data_hash"] if stream else store.ids], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -124,6 +126,11 @@ def main() -> int:
     args = parser.parse_args()
     config = config_from_args(args)
     train, run = config.train, config.run
+    if args.stream and len(train.gpus) > 1:
+        raise UserError(f"--stream trains in one process, and train.gpus = {train.gpus} names several GPUs; name one, or train after the extraction")
+    os.environ |= (env := training_env(train.gpus))
+    if env and len(train.gpus) > 1:
+        os.execv(sys.executable, torchrun(len(train.gpus), sys.argv))
     if train.threads:
         torch.set_num_threads(train.threads)
     torch.manual_seed(train.seed)
@@ -139,7 +146,7 @@ def main() -> int:
     planned = make_plan(run.data, config.extract.all_final_rows) if stream else None
     store = wait_for_heldout(stream, sum(job.heldout for job in planned.jobs), print) if stream else Store.open(run.store)
     check_store(config, store)
-    if train.stop_server and not args.stream and group.rank == 0:
+    if train.stop_server and not args.stream and not apart(config) and group.rank == 0:
         for mode in stop_servers(config):
             print(f"ended the {mode} server of run {run.name!r}: it held the memory (train.stop_server)", flush=True)
     shape = make_shape(config, target)
@@ -158,7 +165,7 @@ def main() -> int:
     drafter.fast = fast
     fixed = Fixed(target.embedding().to(device, dtype), head, train.ttt_steps, train.step_decay, train.activation_checkpointing)
     export_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
-    belongs = fingerprint(config, store, vocab.metadata, bool(stream))
+    belongs = fingerprint(config, store, vocab.metadata, bool(stream), group.world)
     identity = {
         "model_hash": store.manifest["model_hash"], "tokenizer_hash": store.manifest["tokenizer_hash"], "aux_layer_ids": config.target.aux_layer_ids,
         "capture_points": store.manifest.get("capture_points"), "fc_norm": shape.fc_norm, "norm_before_fc": shape.norm_before_fc, "norm_output": shape.norm_output,
@@ -208,6 +215,7 @@ def main() -> int:
     state = trainer.run(progress)
     progress.close()
     full = trainer.full_drafter() if state.best < 0 else drafter
+    group.leave()
     if group.rank:
         return 0
     tensorboard.close()

@@ -85,7 +85,7 @@ def load_checkpoint(folder: Path, drafter: Drafter, optimizer: torch.optim.Optim
     except (FileNotFoundError, SafetensorError) as exc:
         raise UserError(f"{folder} is not a whole checkpoint ({exc}); remove it and resume again") from None
     optimizer_state: dict[int, dict[str, Tensor]] = {}
-    trained = [name for name, parameter in drafter.named_parameters() if parameter.requires_grad]  # the optimiser's own order
+    order = [id(parameter) for part in optimizer.param_groups for parameter in part["params"]] if optimizer is not None else []
     for name, parameter in drafter.named_parameters():
         saved = tensors.get(f"model.{name}")
         if saved is None or saved.shape != parameter.shape:
@@ -94,9 +94,9 @@ def load_checkpoint(folder: Path, drafter: Drafter, optimizer: torch.optim.Optim
         parameter.copy_(like(saved, parameter))
         prefix = f"optimizer.{name}."
         own = {key.removeprefix(prefix): like(value, parameter) if value.dim() else value for key, value in tensors.items() if key.startswith(prefix)}
-        if own:
-            optimizer_state[trained.index(name)] = own
-    if optimizer is not None and optimizer_state:
+        if own and id(parameter) in order:
+            optimizer_state[order.index(id(parameter))] = own
+    if optimizer_state:
         full = optimizer.state_dict()
         full["state"] = optimizer_state
         optimizer.load_state_dict(full)

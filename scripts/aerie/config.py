@@ -37,6 +37,7 @@ class Server:
     host: str = "127.0.0.1"
     port: int = 30000
     urls: list[str] = field(default_factory=list)  # extract from these servers instead of the one of host and port
+    gpus: list[int] = field(default_factory=list)  # GPUs of every server of this config, from 0; empty: all that the environment shows
     dump_dir: str = ""  # default: /dev/shm/aerie-<run>; on a CPU server runs/<run>/dumps
     ready_timeout_s: float = 1800.0
     args: dict[str, Any] = field(default_factory=dict)  # SGLang options by their own names, for every server of this config
@@ -120,6 +121,7 @@ class Train:
     max_grad_norm: float = 0.5
     dtype: str = "auto"  # compute dtype; auto: bfloat16 on a GPU, float32 on a CPU
     device: str = "auto"
+    gpus: list[int] = field(default_factory=list)  # train on these, from 0, one process each; empty: the first that the environment shows
     train_lm_head: bool = True
     aux_noise: float = 0.0  # Gaussian noise on the auxiliary states in training, relative to their size: against overfitting on little data
     activation_checkpointing: bool = False
@@ -278,6 +280,8 @@ def _check_value(where: str, key: str, value: Any, hint: Any) -> Any:
             raise UserError(f"{where}: {key} = {value} must be greater than 0")
         if value < 0:
             raise UserError(f"{where}: {key} = {value} must not be negative")
+    if key in ("server.gpus", "train.gpus") and (len(set(value)) != len(value) or min(value, default=0) < 0):
+        raise UserError(f"{where}: {key} = {value} must be numbers of GPUs, 0 or more, without repeats")
     if key == "bench.concurrency" and (not value or min(value) < 1):
         raise UserError(f"{where}: {key} = {value} must list at least one number, each 1 or more")
     if key == "target.aux_layer_ids" and (len(value) < 1 or sorted(set(value)) != value or value[0] < 0):

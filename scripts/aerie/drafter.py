@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Callable
 
 import torch
 from torch import Tensor, nn
@@ -144,16 +144,18 @@ class _GradLinear(torch.autograd.Function):
     """x @ weight.T whose weight gradient is added straight into the master's .grad (float32), not handed through autograd."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, master: Tensor, weight: Tensor, add: Tensor | None):
+    def forward(ctx, x: Tensor, master: Tensor, weight: Tensor, add: Tensor | None, added: Callable[[], None] | None):
         ctx.save_for_backward(x, weight)
-        ctx.master, ctx.has_add = master, add is not None
+        ctx.master, ctx.has_add, ctx.added = master, add is not None, added
         return torch.addmm(add, x, weight.t()) if add is not None else x @ weight.t()
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         x, weight = ctx.saved_tensors
         accumulate(ctx.master.grad, grad, x)
-        return (grad @ weight if ctx.needs_input_grad[0] else None), None, None, (grad if ctx.has_add else None)
+        if ctx.added is not None:
+            ctx.added()
+        return (grad @ weight if ctx.needs_input_grad[0] else None), None, None, (grad if ctx.has_add else None), None
 
 
 def accumulate(total: Tensor, grad: Tensor, x: Tensor) -> None:
@@ -195,6 +197,7 @@ class Drafter(nn.Module):
         self._copies: dict[str, Tensor] = {}
         self.fused_grads = False  # weight gradients straight into .grad: one process or manual all-reduce; not under FSDP
         self.fast = False  # the GPU path's own kernels (fast_ops.py)
+        self.on_use: Callable[[str], Callable[[], None] | None] = lambda name: None  # GradientSum.use, where several processes train
 
     @torch.no_grad()
     def reset(self, generator: torch.Generator, std: float = 0.02) -> None:
@@ -245,7 +248,7 @@ class Drafter(nn.Module):
         """x [R, in] @ matrix.T (+ add [R, out])."""
         master = getattr(self, name)
         if self.fused_grads and torch.is_grad_enabled() and master.requires_grad:
-            return _GradLinear.apply(x, master, self.compute(name).detach(), add)
+            return _GradLinear.apply(x, master, self.compute(name).detach(), add, self.on_use(name))
         weight = self.compute(name)
         return torch.addmm(add, x, weight.t()) if add is not None else x @ weight.t()
 

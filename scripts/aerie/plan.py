@@ -14,6 +14,7 @@ from typing import Any
 from .config import Config
 from .drafter_shapes import LLAMA, MLA, expected_tensors
 from .errors import UserError
+from .gpus import apart
 from .samples import SampleFile
 from .shapes import FLOAT_BYTES, Shape
 from .store import supervised_rows
@@ -258,13 +259,13 @@ def plan_training(plan: Plan, config: Config, shape: Shape, supervised: float) -
             "train.ttt_steps or draft.vocab_size"
         )
     resident = plan.total("extraction") if "extraction" in plan.phases else 0
-    if resident and not config.train.stop_server and resident + plan.total("training, one GPU") > plan.gpu_bytes:
+    if resident and not config.train.stop_server and not apart(config) and resident + plan.total("training, one GPU") > plan.gpu_bytes:
         plan.refusals.append("training: train.stop_server = false, and server and trainer together do not fit one GPU; set it to true")
 
 
 def plan_streaming(plan: Plan, config: Config, tp: int) -> None:
     """With extract.keep_gb server and trainer run at once: refuses when the server has every GPU and the trainer does not fit beside it."""
-    if not config.extract.keep_gb or tp < plan.gpus or "extraction" not in plan.phases:
+    if not config.extract.keep_gb or tp < plan.gpus or apart(config) or "extraction" not in plan.phases:
         return
     server, trainer = plan.total("extraction"), plan.total("training, one GPU")
     if server + trainer > plan.gpu_bytes:

@@ -18,6 +18,7 @@ import requests
 
 from .config import Config
 from .errors import UserError
+from .gpus import visible_devices
 from .paths import ROOT
 from .report import write_json
 
@@ -135,6 +136,8 @@ def inherited_env(mode: str) -> dict[str, str]:
 def server_env(config: Config, mode: str) -> dict[str, str]:
     """What the server's environment has on top of ours."""
     env = dict(config.server.env)
+    if config.server.gpus:
+        env["CUDA_VISIBLE_DEVICES"] = visible_devices(config.server.gpus, "server.gpus")
     if mode == "extraction":
         env["SGLANG_HS_DUMP_DIR"] = str(dump_dir(config))
         env["SGLANG_HS_DUMP_LAYER_IDS"] = ",".join(map(str, config.target.aux_layer_ids))

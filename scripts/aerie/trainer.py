@@ -14,13 +14,14 @@ import torch
 from .batches import Batch, Reader, epoch_order, pack
 from .checkpoints import load_checkpoint, save_checkpoint
 from .config import Train
-from .distributed import Group, shard, whole
+from .distributed import Group, whole
 from .drafter import Drafter
 from .errors import UserError
 from .evaluate import Window, evaluate
 from .optimizer import Optimizer
 from .progress import Progress
-from .unroll import Fixed, Rope, unroll
+from .step import add_gradients, spread
+from .unroll import Fixed, Rope
 
 
 WINDOWS = 100  # how many points the training curves have
@@ -91,9 +92,7 @@ class Trainer:
         self.eval_reader = Reader(store, num_steps, train.max_bad_samples, drafter.compute_dtype, pin=cuda)
         self.rope = Rope(drafter, self.device, drafter.compute_dtype)
         drafter.lm_head.requires_grad_(train.train_lm_head)
-        if train.parallel == "fsdp" and group.world > 1:
-            drafter.set_compute(drafter.compute_dtype, fused_grads=False)
-            shard(drafter, drafter.compute_dtype, group)
+        spread(drafter, train.parallel, group)
         self.optimizer = Optimizer(drafter, train, group)
         self.surveyed: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by sample, rows in order: the same in every epoch
         self.state = State()
@@ -156,25 +155,23 @@ class Trainer:
         """Forward, backward and update on these batches together. Returns the counts of each."""
         drafter, train = self.drafter, self.train
         mine = [[batch.counts[0], len(batch.sample_ids), batch.tokens] for batch in batches]
-        totals = torch.tensor([sum(column) for column in zip(*mine)] or [0, 0, 0], dtype=torch.int64, device=self.device)
-        self.read = rows, _, _ = self.group.sum_(totals).tolist() if self.group.world > 1 else [sum(column) for column in zip(*mine)] or [0, 0, 0]
+        table = self.group.table([*([sum(column) for column in zip(*mine)] or [0, 0, 0]), len(batches)])
+        self.read = rows, _, _ = [sum(column) for column in zip(*table)][:3]
         if not rows:
             return []
         self.check_norm()
         self.optimizer.zero_grad()
-        counts = []
-        for batch in batches:
-            moved = batch.to(self.device, drafter.compute_dtype)
-            if train.aux_noise:
-                moved.aux = self.noisy(moved.aux, len(counts))
-            loss, one, _ = drafter(unroll, moved, self.fixed, self.rope, float(rows), self.known(moved))
-            loss.backward()
-            counts.append(one)
-        if self.optimizer.split and not batches:  # this process has no supervised row: FSDP's collectives want it all the same
-            drafter(lambda module: sum(parameter.sum() for parameter in module.parameters()) * 0.0).backward()
+        counts, _ = add_gradients(drafter, self.optimizer, batches, self.fixed, self.rope, float(rows), max(row[3] for row in table), self.moved, self.known)
         self.optimizer.step(learning_rate(train, self.state.step, len(self.plan.steps)))
         self.last_samples = [name for batch in batches for name in batch.sample_ids]
         return counts
+
+    def moved(self, batch: Batch, place: int) -> Batch:
+        """The batch on the device, with this run's noise; `place` in its step, counted in this process."""
+        moved = batch.to(self.device, self.drafter.compute_dtype)
+        if self.train.aux_noise:
+            moved.aux = self.noisy(moved.aux, self.group.rank + self.group.world * place)
+        return moved
 
     def noisy(self, aux: torch.Tensor, batch: int) -> torch.Tensor:
         """aux [T, A*H] with noise in proportion to each state's root mean square; the same for the same seed, step and batch."""
@@ -213,6 +210,7 @@ class Trainer:
         if not self.heldout:
             return
         found = {"step": state.step, **evaluate(self.drafter, self.store, self.eval_reader, self.heldout, self.fixed, self.rope, self.num_steps)}
+        found = self.group.first(found)  # two GPUs may round apart, and what follows is for all
         if self.optimizer.split:
             self.drafter.reshard()  # a forward without backward leaves the gathered weights in place of the split ones
         state.evals.append(found)

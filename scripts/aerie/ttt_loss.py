@@ -82,7 +82,7 @@ class _HeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, normed: Tensor, master: Tensor, head: Tensor, teacher: Teacher, labels: Tensor, weight: float, fused: bool):
+    def forward(ctx, normed: Tensor, master: Tensor, head: Tensor, teacher: Teacher, labels: Tensor, weight: float, fused: bool, collected: list[Tensor]):
         count, width = len(normed), len(head)
         wide = torch.promote_types(normed.dtype, torch.float32)
         losses = torch.empty(count, dtype=wide, device=normed.device)
@@ -90,9 +90,15 @@ class _HeadLoss(torch.autograd.Function):
         tops = torch.empty(count, dtype=torch.int64, device=normed.device)
         needs = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         dnormed = torch.empty_like(normed) if needs else None
-        dhead = None
+        dhead = ctx.dhead = None
         if needs and ctx.needs_input_grad[1]:
-            dhead = master.grad if fused else torch.zeros_like(master)
+            if fused:
+                dhead = master.grad
+            elif collected:
+                (dhead,) = collected
+            else:  # the unroll's first step hands out the gradient of all of them: one tensor, summed in float32
+                dhead = ctx.dhead = torch.zeros_like(master, dtype=torch.promote_types(master.dtype, torch.float32))
+                collected.append(dhead)
         kernel = needs and ops.gpu_kernel(normed)  # losses, hits and gradient in one pass over the logits, but no top tokens
         step = chunk_rows(width, normed.device)
         for start in range(0, count, step):
@@ -118,21 +124,23 @@ class _HeadLoss(torch.autograd.Function):
                 torch.mm(grad, head, out=dnormed[part])
                 if dhead is not None:
                     accumulate(dhead, grad, normed[part])
-        ctx.save_for_backward(dnormed, None if fused else dhead)
+        ctx.save_for_backward(dnormed)
         ctx.mark_non_differentiable(losses, hits, tops)
         return losses.sum() * weight, losses, hits, tops
 
     @staticmethod
     def backward(ctx, grad: Tensor, *_):
-        dnormed, dhead = ctx.saved_tensors
-        return dnormed, dhead, None, None, None, None, None
+        (dnormed,) = ctx.saved_tensors
+        return dnormed, ctx.dhead, None, None, None, None, None, None
 
 
-def head_loss(drafter: Drafter, normed: Tensor, teacher: Teacher, labels: Tensor, weight: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def head_loss(
+    drafter: Drafter, normed: Tensor, teacher: Teacher, labels: Tensor, weight: float, collected: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Loss of one TTT step.
 
-    normed [R, H] compute dtype; labels [R] int64: each row's row in the teacher.
+    normed [R, H] compute dtype; labels [R] int64: each row's row in the teacher; collected: one list for all steps of an unroll, empty at first.
     Returns (weight * sum of cross entropies, cross entropies [R], hits [R] bool, top draft ids [R] int64: meaningful without gradients only).
     Backward assumes that the first is added to the loss as it is.
     """
-    return _HeadLoss.apply(normed, drafter.lm_head, drafter.compute("lm_head").detach(), teacher, labels, weight, drafter.fused_grads)
+    return _HeadLoss.apply(normed, drafter.lm_head, drafter.compute("lm_head").detach(), teacher, labels, weight, drafter.fused_grads, collected)

@@ -63,6 +63,7 @@ def unroll(drafter: Drafter, batch: Batch, fixed: Fixed, rope: Rope, divisor: fl
     counts: list[StepCounts] = []
     drafted: list[Tensor] = []
     alive: Tensor | None = None
+    head_gradient: list[Tensor] = []
     for step in range(fixed.steps):
         count = batch.counts[step]
         if count == 0:
@@ -73,7 +74,7 @@ def unroll(drafter: Drafter, batch: Batch, fixed: Fixed, rope: Rope, divisor: fl
             normed, state = checkpoint(engine.layer, state, embedded, step, use_reentrant=False)
         else:
             normed, state = engine.layer(state, embedded, step)
-        loss, losses, correct, top = head_loss(drafter, normed, teacher, batch.labels(step), fixed.decay**step / divisor)
+        loss, losses, correct, top = head_loss(drafter, normed, teacher, batch.labels(step), fixed.decay**step / divisor, head_gradient)
         total = total + loss
         reached = torch.ones_like(correct) if alive is None else alive[:count]
         alive = correct & reached
