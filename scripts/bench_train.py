@@ -2,7 +2,7 @@
 """How fast the trainer is, on synthetic states: teacher, unroll, loss, backward, clip, update. Sizes S and K are those of common 8B targets and of Kimi-K2.
 
 With --eager the plain PyTorch version (dense masks, float32 logits of every row) runs beside it and losses are compared; with --profile the step's time is
-split by part. Numbers go to --report.
+split by part. Under torchrun every process takes its share of --batches (--parallel says how weights are kept), and the first one reports. Numbers go to --report.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ import torch
 
 from aerie.batches import Batch, build_batch
 from aerie.config import Train
+from aerie.distributed import Group, start_group
 from aerie.drafter import Drafter, DrafterShape
 from aerie.eager_train import EagerDrafter
 from aerie.errors import UserError, run_main
@@ -29,8 +31,9 @@ from aerie.ops import gpu_kernel
 from aerie.optimizer import Optimizer
 from aerie.profile_parts import profile_parts
 from aerie.report import write_report
+from aerie.step import add_gradients, spread
 from aerie.ttt_loss import TargetHead
-from aerie.unroll import Fixed, Rope, unroll
+from aerie.unroll import Fixed, Rope
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,9 @@ SIZES = {
     "demo": Size(576, 1536, 9, 3, 64, 49_152, 8192, 8, 128),
     "tiny": Size(64, 128, 4, 2, 16, 512, 256, 2, 96),
 }
+
+
+CURVE_SETS = 4
 
 
 @dataclass
@@ -88,8 +94,8 @@ def answer_mask(length: int, share: float, generator: np.random.Generator) -> np
     return np.concatenate([np.concatenate([np.zeros(prompt, np.uint8), np.ones(answer, np.uint8)]) for prompt, answer in zip(prompts, answers)])
 
 
-def make_batch(size: Size, share: float, steps: int, dtype: torch.dtype, seed: int) -> Batch:
-    """Documents of random ids and states."""
+def make_batch(size: Size, share: float, steps: int, dtype: torch.dtype, seed: int, device: torch.device | str = "cpu") -> Batch:
+    """Documents of random ids and states; the states are drawn, and stay, on the device."""
     generator = np.random.Generator(np.random.PCG64(seed))
     torch.manual_seed(seed)
     samples = []
@@ -98,7 +104,7 @@ def make_batch(size: Size, share: float, steps: int, dtype: torch.dtype, seed: i
         rows = np.flatnonzero(mask[1:-1] & mask[2:]) + 1
         samples.append(Synthetic(
             f"{number:016x}", torch.from_numpy(generator.integers(0, size.vocab, size.tokens, dtype=np.int32)), torch.from_numpy(mask),
-            torch.randn(size.tokens, 3 * size.hidden).to(dtype), torch.randn(len(rows), size.hidden).to(dtype), torch.from_numpy(rows),
+            torch.randn(size.tokens, 3 * size.hidden, device=device).to(dtype), torch.randn(len(rows), size.hidden, device=device).to(dtype), torch.from_numpy(rows),
         ))  # fmt: skip
     batch = build_batch(samples, steps, dtype)
     assert batch is not None
@@ -138,45 +144,96 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def measure(name: str, args: argparse.Namespace, device: torch.device, dtype: torch.dtype, share: float, fast: bool, checkpointing: bool) -> dict:
+@dataclass
+class Bench:
+    """A drafter on random states, alone or as one of several processes."""
+
+    size: Size
+    args: argparse.Namespace
+    device: torch.device
+    dtype: torch.dtype
+    group: Group
+
+    def start(self, fast: bool) -> None:
+        """Drafter, target and optimiser; begins again with the same weights."""
+        self.drafter = make_drafter(self.size, self.dtype, self.device, fast)
+        self.fixed = make_fixed(self.size, self.args.ttt, self.dtype, self.device)
+        self.fixed.checkpointing = self.args.checkpointing
+        spread(self.drafter, self.args.parallel, self.group)
+        self.optimizer = Optimizer(self.drafter, Train(lr=self.args.lr), self.group)
+        self.rope = Rope(self.drafter, self.device, self.dtype)
+
+    def batches(self, share: float, seed: int) -> list[Batch]:
+        """This process's batches of one step; all processes together have args.batches."""
+        places = range(self.group.rank, self.args.batches, self.group.world)
+        return [make_batch(self.size, share, self.args.ttt, self.dtype, self.args.batches * seed + place, self.device).to(self.device, self.dtype) for place in places]
+
+    def totals(self, batches: list[Batch]) -> tuple[int, int, int]:
+        """Tokens and supervised rows of the step over all processes, and the most batches that one has."""
+        table = self.group.table([sum(batch.tokens for batch in batches), sum(batch.counts[0] for batch in batches), len(batches)])
+        tokens, rows, _ = (sum(column) for column in zip(*table))
+        return tokens, rows, max(row[2] for row in table)
+
+    def step(self, batches: list[Batch], rows: int, passes: int) -> torch.Tensor:
+        """Teacher, unroll, loss, backward, sums, clip, update; this process's share of the loss."""
+        self.optimizer.zero_grad()
+        _, losses = add_gradients(self.drafter, self.optimizer, batches, self.fixed, self.rope, float(rows), passes)
+        self.optimizer.step(self.args.lr)
+        return sum(losses, torch.zeros((), device=self.device))
+
+    def curve(self, share: float, steps: int) -> list[float]:
+        """Loss of each of so many steps over four steps' batches in turn; the last batch of the second step has no supervised row, so it is not there."""
+        sets = [self.batches(share, seed) for seed in range(1, CURVE_SETS + 1)]
+        if self.args.batches > 1 and self.group.rank == (self.args.batches - 1) % self.group.world:
+            del sets[1][-1]
+        totals = [self.totals(batches) for batches in sets]
+        losses = []
+        for number in range(steps):
+            _, rows, passes = totals[number % CURVE_SETS]
+            losses.append(self.step(sets[number % CURVE_SETS], rows, passes))
+        return self.group.sum_(torch.stack(losses).double()).tolist()
+
+
+def measure(name: str, args: argparse.Namespace, device: torch.device, dtype: torch.dtype, share: float, fast: bool, group: Group) -> dict:
     """Time `args.steps_timed` steps of one size."""
-    size = SIZES[name]
     gc.collect()
+    bench = Bench(SIZES[name], args, device, dtype, group)
+    losses = []
+    if args.curve:
+        bench.start(fast)
+        losses = bench.curve(share, args.curve)
+        gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    drafter, fixed = make_drafter(size, dtype, device, fast), make_fixed(size, args.ttt, dtype, device)
-    fixed.checkpointing = checkpointing
-    optimizer = Optimizer(drafter, Train(lr=1e-5))
-    batch = make_batch(size, share, args.ttt, dtype, 0).to(device, dtype)
-    rope = Rope(drafter, device, dtype)
+    bench.start(fast)
+    batches = bench.batches(share, 0)
+    tokens, rows, passes = bench.totals(batches)
 
     def step() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss, _, _ = unroll(drafter, batch, fixed, rope, float(batch.counts[0]))
-        loss.backward()
-        optimizer.step(1e-5)
-        return loss.detach()
+        return bench.step(batches, rows, passes)
 
     started = time.perf_counter()
-    first = float(step())
-    wait(device)
+    first = float(group.sum_(step()))
     first_s = time.perf_counter() - started
     for _ in range(args.warmup):
         step()
     wait(device)
+    group.barrier()
     started = time.perf_counter()
     for _ in range(args.steps_timed):
         step()
     wait(device)
-    seconds = (time.perf_counter() - started) / args.steps_timed
+    seconds = max(row[0] for row in group.table([int(1e9 * (time.perf_counter() - started))])) / 1e9 / args.steps_timed
     result = {
-        "size": name, "share": share, "fast": fast, "checkpointing": checkpointing, "tokens": batch.tokens, "supervised_rows": batch.counts[0],
-        "step_ms": 1e3 * seconds, "tok_s": batch.tokens / seconds, "first_loss": first, "first_step_s": first_s,
-        "kernel_loss": bool(gpu_kernel(batch.final)), "parameters": sum(p.numel() for p in drafter.parameters()),
+        "size": name, "share": share, "fast": fast, "checkpointing": args.checkpointing, "tokens": tokens, "supervised_rows": rows,
+        "step_ms": 1e3 * seconds, "tok_s": tokens / seconds, "first_loss": first, "first_step_s": first_s,
+        "kernel_loss": bool(gpu_kernel(batches[0].final)), "parameters": sum(p.numel() for p in bench.drafter.parameters()),
+        "processes": group.world, "batches": args.batches, "parallel": args.parallel if group.world > 1 else "", "curve": losses, "early_sums": bench.optimizer.sums.early,
     }  # fmt: skip
     if device.type == "cuda":
-        result["peak_gb"] = torch.cuda.max_memory_allocated() / 2**30
+        result["peak_gb_by_rank"] = [row[0] / 2**30 for row in group.table([torch.cuda.max_memory_allocated()])]
+        result["peak_gb"] = max(result["peak_gb_by_rank"])
     if args.profile:
         result["parts_ms"] = profile_parts(step, device)
     return result
@@ -231,6 +288,10 @@ def main() -> int:
     parser.add_argument("--checkpointing", action="store_true", help="activation checkpointing")
     parser.add_argument("--eager", default="", metavar="SIZES", help="compare these sizes with the plain PyTorch version")
     parser.add_argument("--profile", action="store_true", help="time by part of the step")
+    parser.add_argument("--batches", type=int, default=0, help="batches of a step, over all processes (default: one each)")
+    parser.add_argument("--parallel", choices=("ddp", "fsdp"), default="ddp", help="as train.parallel, under torchrun")
+    parser.add_argument("--curve", type=int, default=0, metavar="STEPS", help="first the losses of so many steps, with a step in which the last batch has no supervised row")
+    parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
     parser.add_argument("--config", default="", help="accepted like every benchmark's; the sizes are this script's own")
@@ -242,10 +303,16 @@ def main() -> int:
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
     dtype = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32, "bfloat16": torch.bfloat16, "float32": torch.float32}[args.dtype]
     fast = args.path == "fast" or (args.path == "auto" and device.type == "cuda")
+    group = start_group(device.type == "cuda")
+    if group.rank:
+        sys.stdout = open(os.devnull, "w")  # the first process speaks for all
+    args.batches = args.batches or group.world
+    if args.batches < group.world or (args.eager and group.world > 1):
+        raise UserError(f"{group.world} processes: --batches must be {group.world} or more (it is {args.batches}), and --eager wants one")
     results, eager, ratio = [], [], {}
     for name in args.sizes.split(","):
         for share in map(float, args.shares.split(",")):
-            results.append(measure(name, args, device, dtype, share, fast, args.checkpointing))
+            results.append(measure(name, args, device, dtype, share, fast, group))
             print(line(results[-1]), flush=True)
     for name in filter(None, args.eager.split(",")):
         share = float(args.shares.split(",")[0])
@@ -261,7 +328,8 @@ def main() -> int:
             if "peak_gb" in ours:
                 ratio[name]["memory"] = ours["peak_gb"] / eager[-1]["peak_gb"]
             print(f"{name} against eager: {json.dumps(ratio[name])}", flush=True)
-    if args.report:
+    group.leave()
+    if args.report and not group.rank:
         write_report(Path(args.report), results=results, eager=eager, ratio=ratio, ttt_steps=args.ttt, torch_threads=torch.get_num_threads())
     return 0
 
