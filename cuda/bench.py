@@ -3,7 +3,7 @@
 
     python cuda/bench.py --report report.json            every size
     python cuda/bench.py --quick                         one size an op
-    python cuda/bench.py --variants                      op 1's kernels by number
+    python cuda/bench.py --variants                      every kernel by number too, and which is the fastest for each size
 
 Bytes are counted as each input read once and each output written once. Predicted times for SM120 are those bytes over 1.79 TB/s: predictions, not results.
 """
@@ -20,15 +20,15 @@ from typing import Any, Callable
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "cuda"), str(ROOT / "scripts")]
 
+import bench_peers as peers_of  # noqa: E402
 import drafter_ops as ops  # noqa: E402
 import torch  # noqa: E402
 from aerie.report import write_report  # noqa: E402
-from op_library import call  # noqa: E402
+from op_library import VARIANTS, chosen  # noqa: E402
 
 SM120_BYTES_S = 1.79e12
 FLUSH_BYTES = 400 << 20  # sets of inputs are rotated until they are larger than this
 OPS = torch.ops.aerie
-VARIANTS = ["128 x 1", "128 x 2", "128 x 4", "128 x 8", "two passes"]  # threads x blocks a row
 
 
 def median_ms(work: Callable[[int], Any], repeats: int, before: Callable[[int], Any] | None = None) -> float:
@@ -80,68 +80,88 @@ def host_us(work: Callable[[], Any], calls: int = 200) -> float:
 class Bench:
     """Rows of the report, printed as they come."""
 
-    def __init__(self, repeats: int) -> None:
-        self.repeats, self.rows = repeats, []
+    def __init__(self, repeats: int, variants: bool, peers: bool) -> None:
+        self.repeats, self.variants, self.rows = repeats, variants, []
         source = torch.randn(1 << 28, device="cuda").bfloat16()  # 512 MB
         to = torch.empty_like(source)
         ms = median_ms(lambda _: to.copy_(source), 20)
         self.copy_bytes_s = 2 * source.numel() * 2 / ms * 1e3
-        print(f"copy bandwidth {self.copy_bytes_s / 1e12:.2f} TB/s, {torch.cuda.get_device_name()}", flush=True)
+        one, scale = torch.ones(1, 8, device="cuda", dtype=torch.bfloat16), torch.ones(1, device="cuda")
+        self.empty: Callable[[], Any] = lambda: OPS.scale_rows_(one, scale)  # a launch that reads one number and returns
+        self.launch_ms = median_ms(lambda _: self.empty(), 50)
+        print(f"copy bandwidth {self.copy_bytes_s / 1e12:.2f} TB/s, an empty launch between events {1e3 * self.launch_ms:.1f} us, {torch.cuda.get_device_name()}", flush=True)
+        self.liger, self.sgl = (peers_of.liger(print), peers_of.sgl(print)) if peers else ({}, {})
 
     def add(self, op: str, size: str, data_bytes: int, work: Callable[[int], Any], before: Callable[[int], Any] | None = None) -> float:
         ms = median_ms(work, self.repeats, before)
         floor = data_bytes / self.copy_bytes_s * 1e3
         self.rows.append({"op": op, "size": size, "ms": ms, "bytes": data_bytes, "of_copy": floor / ms, "predicted_sm120_ms": data_bytes / SM120_BYTES_S * 1e3})
-        print(f"{op:44} {size:24} {ms:8.4f} ms  {floor / ms:6.1%} of copy  (SM120, predicted: {data_bytes / SM120_BYTES_S * 1e3:.3f} ms)", flush=True)
+        print(f"{op:52} {size:16} {ms:8.4f} ms  {floor / ms:6.1%} of copy  (SM120, predicted: {data_bytes / SM120_BYTES_S * 1e3:.3f} ms)", flush=True)
         return ms
+
+    def add_all(self, op: str, which: str, size: str, data_bytes: int, work: Callable[[int], Any], before: Callable[[int], Any] | None = None) -> None:
+        """The usual kernel, and with --variants every other that takes this size, as `op (number)`."""
+        self.add(op, size, data_bytes, work, before)
+        for number, name in enumerate(VARIANTS[which] if self.variants else []):
+            try:
+                with chosen(which, number):
+                    self.add(f"{op} ({number}: {name})", size, data_bytes, work, before)
+            except RuntimeError as exc:
+                if "invalid argument" not in str(exc):
+                    raise
+
+    def peer(self, op: str, size: str, data_bytes: int, work: Callable[[int], Any]) -> None:
+        """Another package's way: one that does not run on this machine is said and left out."""
+        try:
+            self.add(op, size, data_bytes, work)
+        except Exception as exc:  # theirs, not ours
+            print(f"{op}: {type(exc).__name__}: {str(exc)[:120]}", flush=True)
 
     def add_decode(self, op: str, size: str, work: Callable[[], Any], floor: dict[str, float]) -> None:
         row = {"op": op, "size": size, "graph_us": graph_us(work), "host_us": host_us(work), "floor": floor}
         self.rows.append(row)
-        print(f"{op:44} {size:24} {row['graph_us']:7.2f} us in a graph (empty {floor['graph_us']:.2f}), {row['host_us']:7.2f} us eager (empty {floor['host_us']:.2f})")
+        print(f"{op:52} {size:16} {row['graph_us']:7.2f} us in a graph (empty {floor['graph_us']:.2f}), {row['host_us']:7.2f} us eager (empty {floor['host_us']:.2f})", flush=True)
+
+    def winners(self) -> list[dict[str, Any]]:
+        """For each op and size the fastest kernel by number, beside the usual one."""
+        found = []
+        for usual in [row for row in self.rows if "(" not in row["op"]]:
+            key = "ms" if "ms" in usual else "graph_us"
+            others = [row for row in self.rows if row["size"] == usual["size"] and row["op"].startswith(f"{usual['op']} (")]
+            if others:
+                best = min(others, key=lambda row: row[key])
+                found.append({"op": usual["op"], "size": usual["size"], "usual": usual[key], "best": best["op"][len(usual["op"]) + 2 : -1], key: best[key], "of_copy": best.get("of_copy")})
+        return found
 
 
-def eager_soft_target(draft, target, lse, top):
-    """What PyTorch does for the same answers, gradient included."""
-    q = draft.float().softmax(-1)
-    p = (target.float() - lse.unsqueeze(-1)).exp()
-    loss = -(p * draft.float().log_softmax(-1)).sum(-1)
-    return loss, draft.argmax(-1) == top, torch.minimum(p, q).sum(-1), (p.sum(-1, keepdim=True) * q - p).to(draft.dtype)
-
-
-def soft_target(bench: Bench, rows: list[int], vd: int, peers: bool, variants: bool) -> None:
+def soft_target(bench: Bench, rows: list[int], vd: int, peers: bool) -> None:
     for n in rows:
         draft, target = ((torch.randn(n, vd, device="cuda") * 3).bfloat16() for _ in range(2))
         lse, top = target.float().logsumexp(-1) + 0.1, target.argmax(-1)
         size, data = f"[{n}, {vd}]", 3 * n * vd * 2
-        if variants:
-            out = [torch.empty(n, device="cuda"), torch.empty(n, dtype=torch.bool, device="cuda"), torch.empty(n, device="cuda"), torch.empty(n, dtype=torch.bool, device="cuda")]
-            grad = torch.empty_like(draft)
-            for number, name in enumerate(VARIANTS):
-                arguments = ("aerie_soft_target_ce", draft.device, draft.data_ptr(), vd, target.data_ptr(), vd, lse.data_ptr(), top.data_ptr(), None, None, n, n, vd, 0,
-                             *(x.data_ptr() for x in out), grad.data_ptr(), vd, number)  # fmt: skip
-                try:
-                    bench.add(f"1 soft_target variant {number}: {name}", size, data, lambda _: call(*arguments))  # noqa: B023
-                except RuntimeError as exc:
-                    print(f"1 soft_target variant {number}: {name}: {exc}")
         scratch = draft.clone()
-        bench.add("1 soft_target, in place", size, data, lambda _: OPS.soft_target_ce_(scratch, target, lse, top, None, None, False), lambda _: scratch.copy_(draft))  # noqa: B023
+        bench.add_all(
+            "1 soft_target, in place", "soft_target", size, data, lambda _: OPS.soft_target_ce_(scratch, target, lse, top, None, None, False),  # noqa: B023
+            lambda _: scratch.copy_(draft),  # noqa: B023
+        )  # fmt: skip
         del scratch
         bench.add("1 soft_target, no lse given", size, data, lambda _: OPS.soft_target_ce(draft, target, None, top, None, None, False, True))  # noqa: B023
         bench.add("1 soft_target, no gradient", size, data // 3 * 2, lambda _: OPS.soft_target_ce(draft, target, lse, top, None, None, False, False))  # noqa: B023
         if peers and n == 8192:
-            bench.add("1 soft_target, PyTorch eager", size, data, lambda _: eager_soft_target(draft, target, lse, top))  # noqa: B023
-            compiled = torch.compile(eager_soft_target)
-            bench.add("1 soft_target, torch.compile", size, data, lambda _: compiled(draft, target, lse, top))  # noqa: B023
+            compiled = torch.compile(peers_of.soft_target)
+            for name, work in (("PyTorch eager", peers_of.soft_target), ("torch.compile", compiled), ("liger-kernel KLDiv", bench.liger.get("soft_target"))):
+                if work:
+                    bench.peer(f"1 soft_target, {name}", size, data, lambda _: work(draft, target, lse, top))  # noqa: B023
 
 
 def online(bench: Bench, rows: list[int], columns: int, peers: bool) -> None:
     for n in rows:
         chunk = (torch.randn(n, columns, device="cuda") * 3).bfloat16()
         state = ops.OnlineTarget(n, "cuda")
-        bench.add("1 online target, a chunk", f"[{n}, {columns}]", n * columns * 2, lambda _: state.update(chunk, 0))  # noqa: B023
+        update = (0, state.maximum, state.total, state.argmax)
+        bench.add_all("1 online target, a chunk", "online", f"[{n}, {columns}]", n * columns * 2, lambda _: OPS.online_update_(chunk, *update))  # noqa: B023
         if peers and n == 8192:
-            bench.add("1 online target, PyTorch eager", f"[{n}, {columns}]", n * columns * 2, lambda _: (chunk.float().logsumexp(-1), chunk.max(-1)))  # noqa: B023
+            bench.peer("1 online target, PyTorch eager", f"[{n}, {columns}]", n * columns * 2, lambda _: (chunk.float().logsumexp(-1), chunk.max(-1)))  # noqa: B023
 
 
 def drafter_input(bench: Bench, rows: list[int], hidden: int, vocab: int, peers: bool) -> None:
@@ -153,54 +173,53 @@ def drafter_input(bench: Bench, rows: list[int], hidden: int, vocab: int, peers:
         ids = [torch.randint(0, vocab, (n,), device="cuda") for _ in range(sets)]
         grads = [torch.randn(n, 2 * hidden, device="cuda", dtype=torch.bfloat16) for _ in range(sets)]
         size = f"[{n}, {hidden}]"
-        bench.add("2 drafter_input", size, 8 * n * hidden, lambda i: OPS.drafter_input(ids[i % sets], table, states[i % sets], weight, weight, 1e-5))  # noqa: B023
-        bench.add(
-            "2 drafter_input, backward", size, 10 * n * hidden,
+        bench.add_all("2 drafter_input", "drafter_input", size, 8 * n * hidden, lambda i: OPS.drafter_input(ids[i % sets], table, states[i % sets], weight, weight, 1e-5))  # noqa: B023
+        bench.add_all(
+            "2 drafter_input, backward", "drafter_input_backward", size, 10 * n * hidden,
             lambda i: OPS.drafter_input_backward(grads[i % sets], ids[i % sets], table, states[i % sets], weight, weight, 1e-5, False),  # noqa: B023
         )  # fmt: skip
         if peers and n == 8192:
-            norm = torch.nn.functional.rms_norm
-
-            def eager(token, state):
-                return torch.cat([norm(table[token], (hidden,), weight, 1e-5), norm(state, (hidden,), weight, 1e-5)], -1)
-
-            bench.add("2 drafter_input, PyTorch eager", size, 8 * n * hidden, lambda i: eager(ids[i % sets], states[i % sets]))  # noqa: B023
-            compiled = torch.compile(eager)
-            bench.add("2 drafter_input, torch.compile", size, 8 * n * hidden, lambda i: compiled(ids[i % sets], states[i % sets]))  # noqa: B023
+            compiled = torch.compile(peers_of.drafter_input)
+            for name, work in (("PyTorch eager", peers_of.drafter_input), ("torch.compile", compiled), ("liger-kernel RMSNorm", bench.liger.get("drafter_input"))):
+                if work:
+                    bench.peer(f"2 drafter_input, {name}", size, 8 * n * hidden, lambda i: work(ids[i % sets], table, states[i % sets], weight))  # noqa: B023
+            bench.peer(
+                "2 drafter_input, PyTorch eager, both ways", size, 18 * n * hidden,
+                lambda i: peers_of.drafter_input_backward(ids[i % sets], table, states[i % sets], weight, grads[i % sets]),  # noqa: B023
+            )  # fmt: skip
 
 
 def fp8_rows(bench: Bench, rows: list[int], hidden: int, peers: bool) -> None:
-    def eager(x):
-        scale = x.float().abs().amax(-1, keepdim=True) / 448
-        return (x.float() / scale).to(torch.float8_e4m3fn), scale
-
     for n in rows:
         sets = 1 + FLUSH_BYTES // (n * hidden * 3)
         xs = [torch.randn(n, hidden, device="cuda", dtype=torch.bfloat16) for _ in range(sets)]
         qs = [ops.quantize_rows_fp8(x) for x in xs]
         size, data = f"[{n}, {hidden}]", 3 * n * hidden + 4 * n
-        bench.add("5 quantize_rows_fp8", size, data, lambda i: OPS.quantize_rows_fp8(xs[i % sets]))  # noqa: B023
-        bench.add("5 dequantize_rows_fp8", size, data, lambda i: OPS.dequantize_rows_fp8(*qs[i % sets], torch.bfloat16))  # noqa: B023
+        bench.add_all("5 quantize_rows_fp8", "quantize", size, data, lambda i: OPS.quantize_rows_fp8(xs[i % sets]))  # noqa: B023
+        bench.add_all("5 dequantize_rows_fp8", "dequantize", size, data, lambda i: OPS.dequantize_rows_fp8(*qs[i % sets], torch.bfloat16))  # noqa: B023
         if peers and n == 8192:
-            bench.add("5 quantize_rows_fp8, PyTorch eager", size, data, lambda i: eager(xs[i % sets]))  # noqa: B023
-            compiled = torch.compile(eager)
-            bench.add("5 quantize_rows_fp8, torch.compile", size, data, lambda i: compiled(xs[i % sets]))  # noqa: B023
+            compiled = torch.compile(peers_of.quantize)
+            bench.peer("5 quantize_rows_fp8, PyTorch eager", size, data, lambda i: peers_of.quantize(xs[i % sets]))  # noqa: B023
+            bench.peer("5 quantize_rows_fp8, torch.compile", size, data, lambda i: compiled(xs[i % sets]))  # noqa: B023
+            if theirs := bench.sgl.get("quantize"):
+                out = torch.empty_like(xs[0], dtype=torch.float8_e4m3fn), torch.empty(n, 1, device="cuda")
+                bench.peer("5 quantize_rows_fp8, sgl_kernel", size, data, lambda i: theirs(xs[i % sets], *out))  # noqa: B023
 
 
 def decode_ops(bench: Bench, batches: list[int], vd: int, peers: bool) -> None:
-    one, scale = torch.ones(1, 8, device="cuda", dtype=torch.bfloat16), torch.ones(1, device="cuda")
-
-    def empty():
-        OPS.scale_rows_(one, scale)  # a launch that reads one number and returns
-
-    floor = {"graph_us": graph_us(empty), "host_us": host_us(empty)}
+    floor = {"graph_us": graph_us(bench.empty), "host_us": host_us(bench.empty)}
     d2t = torch.arange(vd, device="cuda")
     for n in batches:
         for dtype in (torch.bfloat16, torch.float32):
             logits = torch.randn(n, vd, device="cuda").to(dtype)
             for k in (1, 8):
-                bench.add_decode(f"3 draft_topk {str(dtype)[6:]}, k {k}", f"[{n}, {vd}]", lambda: OPS.draft_topk(logits, d2t, k), floor)  # noqa: B023
+                name = f"3 draft_topk {str(dtype)[6:]}, k {k}"
+                bench.add_decode(name, f"[{n}, {vd}]", lambda: OPS.draft_topk(logits, d2t, k), floor)  # noqa: B023
+                for number, variant in enumerate(VARIANTS["topk"] if bench.variants and k == 1 else []):
+                    with chosen("topk", number):
+                        bench.add_decode(f"{name} ({number}: {variant})", f"[{n}, {vd}]", lambda: OPS.draft_topk(logits, d2t, k), floor)  # noqa: B023
         if peers:
+            bench.add_decode("3 the largest alone, PyTorch", f"[{n}, {vd}]", lambda: logits.max(-1), floor)  # noqa: B023
 
             def eager():
                 values, ids = torch.topk(logits.softmax(-1), 8)  # noqa: B023
@@ -209,14 +228,23 @@ def decode_ops(bench: Bench, batches: list[int], vd: int, peers: bool) -> None:
             bench.add_decode("3 top-k float32, k 8, PyTorch eager", f"[{n}, {vd}]", eager, floor)
         topk, steps, nodes = 4, 5, 32
         parents = torch.randint(0, topk, (n, 1 + (steps - 1) * topk), device="cuda").cumsum(1)
-        chosen = torch.randperm(topk + (steps - 1) * topk**2, device="cuda")[: nodes - 1].sort().values.repeat(n, 1)
+        chosen_nodes = torch.randperm(topk + (steps - 1) * topk**2, device="cuda")[: nodes - 1].sort().values.repeat(n, 1)
         lengths = torch.randint(1, 500, (n,), device="cuda")
-        tree = ops.build_tree(parents, chosen, lengths, topk, steps)
-        build = (parents, chosen, lengths, *tree, topk, steps)
+        tree = ops.build_tree(parents, chosen_nodes, lengths, topk, steps)
+        build = (parents, chosen_nodes, lengths, *tree, topk, steps)
         bench.add_decode("4 build_tree, 32 nodes", f"[{n}]", lambda: ops.build_tree_into(*build), floor)  # noqa: B023
         tokens, target = (torch.randint(0, 3, (n, nodes), device="cuda") for _ in range(2))
         buffers = (torch.zeros(n * nodes, dtype=torch.int32, device="cuda"), torch.zeros(n, 6, dtype=torch.int32, device="cuda"), torch.zeros(n, dtype=torch.int32, device="cuda"))
         bench.add_decode("4 verify_tree_greedy, 32 nodes", f"[{n}]", lambda: ops.verify_tree_greedy_into(*buffers, tokens, *tree[2:], target), floor)  # noqa: B023
+        if peers and bench.sgl:
+            theirs = bench.sgl["build_tree"], bench.sgl["verify_tree"]
+            full = torch.ones(int(lengths.sum()) * nodes + n * nodes * nodes, dtype=torch.bool, device="cuda")
+            out = torch.zeros(n * nodes, dtype=torch.int64, device="cuda"), *(torch.full((n, nodes), -1, device="cuda") for _ in range(3))
+            try:
+                bench.add_decode("4 build_tree, sgl_kernel", f"[{n}]", lambda: theirs[0](parents, chosen_nodes, lengths, full, *out, topk, steps, nodes, 0), floor)  # noqa: B023
+                bench.add_decode("4 verify_tree_greedy, sgl_kernel", f"[{n}]", lambda: theirs[1](*buffers, tokens, *tree[2:], target), floor)  # noqa: B023
+            except Exception as exc:  # theirs, not ours
+                print(f"4, sgl_kernel: {type(exc).__name__}: {str(exc)[:120]}", flush=True)
 
 
 def main() -> int:
@@ -224,8 +252,8 @@ def main() -> int:
     parser.add_argument("--config", default="", help="take the draft vocabulary's size from this config instead of 32,000")
     parser.add_argument("--report", type=Path, help="write report.json here")
     parser.add_argument("--quick", action="store_true", help="N 8,192 alone, batches 1 and 32")
-    parser.add_argument("--variants", action="store_true", help="op 1's kernels by number too")
-    parser.add_argument("--no-peers", action="store_true", help="leave PyTorch eager and torch.compile out")
+    parser.add_argument("--variants", action="store_true", help="every kernel by number too")
+    parser.add_argument("--no-peers", action="store_true", help="leave PyTorch and other packages out")
     parser.add_argument("--repeats", type=int, default=30)
     args = parser.parse_args()
     if ops.status() != "loaded":
@@ -238,10 +266,10 @@ def main() -> int:
         vd = load_config(args.config, "", []).draft.vocab_size
     torch.manual_seed(0)
     rows, peers = [8192] if args.quick else [4096, 8192, 16384, 32768], not args.no_peers
-    bench = Bench(args.repeats)
+    bench = Bench(args.repeats, args.variants, peers)
     parts: list[tuple[str, Callable[[], Any]]] = [
-        ("soft_target", lambda: soft_target(bench, rows, vd, peers, args.variants)),
-        ("soft_target, other widths", lambda: [soft_target(bench, [n], v, False, False) for n, v in ((32768, 8192), (2048, 163840))]),
+        ("soft_target", lambda: soft_target(bench, rows, vd, peers)),
+        ("soft_target, other widths", lambda: [soft_target(bench, [n], v, False) for n, v in ((32768, 8192), (2048, 163840))]),
         ("online", lambda: online(bench, rows, 16384, peers)),
         ("drafter_input", lambda: [drafter_input(bench, rows, hidden, 163840, peers) for hidden in (4096, 7168)]),
         ("fp8", lambda: [fp8_rows(bench, rows, hidden, peers) for hidden in (4096, 7168)]),
@@ -255,9 +283,14 @@ def main() -> int:
             failed.append(f"{name}: {type(exc).__name__}: {exc}")
             print(f"FAILED {failed[-1]}", flush=True)
         torch.cuda.empty_cache()
+    winners = bench.winners()
+    for row in winners:
+        unit, value = ("ms", row["ms"]) if "ms" in row else ("us", row["graph_us"])
+        share = f"{row['of_copy']:6.1%} of copy" if row["of_copy"] is not None else ""
+        print(f"fastest: {row['op']:28} {row['size']:16} {value:8.4f} {unit} {row['best']:36} (usual {row['usual']:8.4f}) {share}")
     ours = [row for row in bench.rows if row.get("size") == f"[8192, {vd}]" and row["op"] == "1 soft_target, in place"]
     if args.report:
-        write_report(args.report, copy_bytes_s=bench.copy_bytes_s, rows=bench.rows, failed=failed, ratio=ours[0]["of_copy"] if ours else None)
+        write_report(args.report, copy_bytes_s=bench.copy_bytes_s, launch_ms=bench.launch_ms, rows=bench.rows, fastest=winners, failed=failed, ratio=ours[0]["of_copy"] if ours else None)
     return 1 if failed else 0
 
 

@@ -61,7 +61,7 @@ def _soft_target(draft: Tensor, target: Tensor, lse, top: Tensor, weights, rows,
     call(
         "aerie_soft_target_ce", draft.device, draft.data_ptr(), draft.stride(0), target.data_ptr(), target.stride(0), pointer(lse), top.data_ptr(),
         pointer(weights), pointer(rows), count, len(target), columns, renormalize, loss.data_ptr(), match.data_ptr(), accept.data_ptr(), in_vocab.data_ptr(),
-        pointer(grad), 0 if grad is None else grad.stride(0), -1,
+        pointer(grad), 0 if grad is None else grad.stride(0),
     )  # fmt: skip
     return loss, match, accept, in_vocab
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 PATH = Path(__file__).resolve().parent / "build" / "libaerie_drafter.so"
-ABI = 3  # AERIE_ABI of src/aerie_drafter.h
+ABI = 4  # AERIE_ABI of src/aerie_drafter.h
 
 P, I, L, F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 SIGNATURES: dict[str, list] = {
-    # draft, draft stride, target, target stride, lse, top, weights, rows, N, M, Vd, renormalize, loss, match, accept, in_vocab, grad, grad stride, variant
-    "aerie_soft_target_ce": [P, L, P, L, P, P, P, P, L, L, L, I, P, P, P, P, P, L, I],
+    # draft, draft stride, target, target stride, lse, top, weights, rows, N, M, Vd, renormalize, loss, match, accept, in_vocab, grad, grad stride
+    "aerie_soft_target_ce": [P, L, P, L, P, P, P, P, L, L, L, I, P, P, P, P, P, L],
     "aerie_scale_rows": [P, L, L, L, P],  # grad, stride, N, V, scale
     "aerie_online_update": [P, L, L, L, L, P, P, P],  # chunk, stride, N, C, start, max, sum, argmax
     # ids, ids are 64 bit, table, stride, V, state, stride, embed weight, state weight, weights are float32, N, H, eps, out
@@ -32,6 +34,21 @@ SIGNATURES: dict[str, list] = {
     "aerie_quantize_rows_fp8": [P, L, L, L, P, P],  # x, stride, N, H, q, scale
     "aerie_dequantize_rows_fp8": [P, L, P, L, L, P],  # q, stride, scale, N, H, out
 }
+
+# Ops with several kernels, in the order of the header's numbers, and the kernels by number. The usual choice goes by size; for the others a number is 0.
+VARIANTS: dict[str, list[str]] = {
+    "soft_target": [
+        "128 x 1", "128 x 2", "128 x 4", "128 x 8", "two passes", "128 x 1, 4 groups", "128 x 2, 4 groups", "128 x 4, 4 groups", "128 x 8, 4 groups",
+        "128 x 2, 2 groups", "128 x 8, 8 groups", "256 x 8, 4 groups",
+    ],  # threads x blocks a row
+    "online": ["128 threads, 4 loads", "256 threads, 4 loads", "256 threads, 2 loads", "128 threads, 8 loads"],
+    "drafter_input": ["a block a row", "persistent"],
+    "drafter_input_backward": ["two rows ahead", "two rows, second kernel early", "three rows, early", "three rows, early, weights held"],
+    "quantize": ["128 threads a row", "persistent", "64 threads", "256 threads"],
+    "dequantize": ["128 threads a row", "256 threads", "64 threads", "two rows a block"],
+    "topk": ["pulled", "pushed, 256 threads", "pushed, 512 threads"],  # k = 1
+}  # fmt: skip
+PREFER = 100  # AERIE_PREFER
 
 
 def status() -> str:
@@ -60,7 +77,23 @@ def load() -> ctypes.CDLL | None:
         function = getattr(library, name)
         function.argtypes = [*arguments, P]  # the stream comes last
         function.restype = I
+    library.aerie_choose.argtypes = [I, I]
+    if wish := os.environ.get("AERIE_DRAFTER_VARIANT"):  # every op takes its kernel of this number where it has one that fits: for the tests
+        for op, names in enumerate(VARIANTS.values()):
+            library.aerie_choose(op, PREFER + int(wish) % len(names))
     return library
+
+
+@contextlib.contextmanager
+def chosen(op: str, number: int) -> Iterator[None]:
+    """Inside, `op` (of VARIANTS) runs its kernel of that number; a size that it does not take is a RuntimeError. Raises ValueError for a number that is none."""
+    library, which = load(), list(VARIANTS).index(op)
+    if library.aerie_choose(which, number) != 0:
+        raise ValueError(f"{op} has no kernel of number {number}; it has 0 to {len(VARIANTS[op]) - 1}")
+    try:
+        yield
+    finally:
+        library.aerie_choose(which, -1)
 
 
 def has_kernel(x: Tensor, *dtypes: torch.dtype) -> bool:

@@ -33,10 +33,10 @@ def dynamic_shared_limits() -> dict[str, int]:
     """Largest dynamic shared memory a launch may ask for, by kernel name, from the sources' own constants."""
     soft = re.search(r"constexpr int LIMIT = (\d+) \* 1024;", (CUDA / "src" / "soft_target.cu").read_text())
     nodes = re.search(r"MAX_NODES = (\d+);", (CUDA / "src" / "tree.cu").read_text())
-    launches = re.findall(r"code = launch_backward<(\d+), (\d+), (\d+)>", (CUDA / "src" / "drafter_input.cu").read_text())
-    backward = {f"drafter_input_backward<{', '.join(found)}>": 4 * int(found[1]) * int(found[0]) * 16 for found in launches}
-    assert len(backward) == 3
-    return {"soft_target_resident": int(soft[1]) * 1024, "build_tree": int(nodes[1]) * 20, "verify_tree_greedy": int(nodes[1]) * 16} | backward
+    launches = re.findall(r"code = launch_backward<(\d+), (\d+), (\d+), (\d+), (\w+)>", (CUDA / "src" / "drafter_input.cu").read_text())
+    backward = {f"drafter_input_backward<{', '.join(found)}>": 2 * int(found[3]) * int(found[1]) * int(found[0]) * 16 for found in launches}
+    assert len(backward) == 6
+    return {"soft_target_resident": int(soft[1]) * 1024, "build_tree": int(nodes[1]) * 20, "verify_tree_greedy": int(nodes[1]) * 20} | backward
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here")
@@ -65,7 +65,7 @@ def test_library_exports_what_the_loader_declares():
     subprocess.run(["make", "-s", "-C", str(CUDA)], check=True, timeout=900)
     text = subprocess.run(["nm", "-D", "--defined-only", str(op_library.PATH)], check=True, capture_output=True, text=True).stdout
     exported = {line.split()[-1] for line in text.splitlines() if " T " in line}
-    assert {*op_library.SIGNATURES, "aerie_abi", "aerie_prepare", "aerie_error", "aerie_backward_blocks"} == exported
+    assert {*op_library.SIGNATURES, "aerie_abi", "aerie_prepare", "aerie_error", "aerie_backward_blocks", "aerie_choose"} == exported
     needed = subprocess.run(["ldd", str(op_library.PATH)], check=True, capture_output=True, text=True).stdout
     assert "torch" not in needed and "libcudart" not in needed
 
@@ -76,6 +76,9 @@ def test_header_and_loader_agree():
 
     header = (CUDA / "src" / "aerie_drafter.h").read_text()
     assert f"#define AERIE_ABI {op_library.ABI}" in header
+    counts = [int(number) for number in re.search(r"AERIE_VARIANTS\[AERIE_OPS\] = \{([\d, ]+)\};", header)[1].split(",")]
+    assert counts == [len(names) for names in op_library.VARIANTS.values()] and f"#define AERIE_PREFER {op_library.PREFER} " in header
+    assert len(counts) == header[header.index("enum {") : header.index("AERIE_OPS };")].count("AERIE_")
     declared = {name: arguments.count(",") + 1 for name, arguments in re.findall(r"int (aerie_\w+)\(([^)]+)\);", header)}
     for name, arguments in op_library.SIGNATURES.items():
         assert declared[name] == len(arguments) + 1, name

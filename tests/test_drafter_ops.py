@@ -14,6 +14,8 @@ sys.path[:0] = [str(ROOT / "cuda"), str(ROOT / "tests")]
 
 import cuda_naive as naive  # noqa: E402
 import drafter_ops as ops  # noqa: E402
+import reference  # noqa: E402
+from op_library import VARIANTS, chosen  # noqa: E402
 
 gpu = pytest.mark.gpu
 BOTH = ["cpu", pytest.param("cuda", marks=gpu)]
@@ -87,25 +89,19 @@ def test_soft_target_wide_cuda(v):
 @pytest.mark.parametrize("v", [64, 8000, 32000])
 def test_soft_target_every_variant_cuda(v):
     """The kernels that the size does not choose give the same answers."""
-    import bench
-    from op_library import call
-
     n = 301 if v == 64 else 3
     draft, target, top, lse = make(n, v, "cuda")
     draft[0, 1::2] = -torch.inf
     target[0, 1::2] = -torch.inf
     draft[1] *= 1000  # not of usual size
     want = naive.soft_target(draft, target, top, lse, None, None, False)
-    for number in range(len(bench.VARIANTS)):
-        loss, accept = (torch.full((n,), torch.nan, device="cuda") for _ in range(2))
-        match, in_vocab = (torch.empty(n, dtype=torch.bool, device="cuda") for _ in range(2))
-        grad = torch.full_like(draft, torch.nan)
-        arguments = (draft.data_ptr(), v, target.data_ptr(), v, lse.data_ptr(), top.data_ptr(), None, None, n, n, v, 0, loss.data_ptr(), match.data_ptr())
-        if number == 0 and v > 25000:  # one block alone has no room for it
-            with pytest.raises(RuntimeError, match="invalid argument"):
-                call("aerie_soft_target_ce", draft.device, *arguments, accept.data_ptr(), in_vocab.data_ptr(), grad.data_ptr(), v, number)
-            continue
-        call("aerie_soft_target_ce", draft.device, *arguments, accept.data_ptr(), in_vocab.data_ptr(), grad.data_ptr(), v, number)
+    for number, name in enumerate(VARIANTS["soft_target"]):
+        with chosen("soft_target", number):
+            if "x 1" in name and v > 25000:  # one block alone has no room for it
+                with pytest.raises(RuntimeError, match="invalid argument"):
+                    ops.OPS.soft_target_ce(draft, target, lse, top, None, None, False, True)
+                continue
+            loss, match, accept, in_vocab, grad = ops.OPS.soft_target_ce(draft, target, lse, top, None, None, False, True)
         same(loss, want["loss"], 2e-4, 2e-4), same(accept, want["accept"], 2e-4, 2e-4)
         same(grad, want["grad"], 2**-8 + 2e-4, 1e-6)
         assert match.tolist() == want["match"].tolist() and in_vocab.tolist() == want["in_vocab"].tolist()
@@ -500,3 +496,80 @@ def test_fake_kernels_match():
     torch.library.opcheck(torch.ops.aerie.draft_topk, (draft, None, 4), test_utils=checks)
     torch.library.opcheck(torch.ops.aerie.quantize_rows_fp8, (x,), test_utils=("test_faketensor",))
     torch.library.opcheck(torch.ops.aerie.dequantize_rows_fp8, (q, scale, torch.float32), test_utils=("test_faketensor",))
+
+
+# --- every kernel by number -------------------------------------------------------------------------------------------------------------------------
+
+
+@gpu
+@pytest.mark.parametrize("op", ["online", "drafter_input", "drafter_input_backward", "quantize", "dequantize", "topk"])
+def test_every_variant_cuda(op):
+    """The kernels that are not the usual choice: the same function on sizes that several of them share, rows enough for persistent blocks to go round."""
+    if op == "topk":
+        for n, v in ((1, 32000), (3, 131), (64, 31999), (2, 1)):
+            logits = torch.randn(n, v, device="cuda")
+            logits[0, v // 2 :] = logits[0].max()  # ties: the lowest id
+            d2t = torch.randint(0, 1000, (v,), device="cuda").cumsum(0)
+            for dtype in (torch.float32, torch.bfloat16):
+                x = logits.to(dtype)
+                want = reference.draft_topk(x, d2t, 1)
+                for number in range(len(VARIANTS[op])):
+                    with chosen(op, number):
+                        got = ops.draft_topk(x, d2t, 1)
+                    assert torch.equal(got[1], want[1]), (number, n, v, dtype)
+                    same(got[0], want[0], 1e-4, 1e-4)
+        return
+    for n, h in ((5000, 64), (3001, 4096), (1500, 7168), (1, 8), (2, 4096)):
+        x = torch.randn(n, h, device="cuda").bfloat16()
+        ids, table = torch.randint(0, 50, (n,), device="cuda"), torch.randn(50, h, device="cuda").bfloat16()
+        weights = [torch.randn(h, device="cuda") for _ in range(2)]
+        grad = torch.randn(n, 2 * h, device="cuda").bfloat16()
+        rows, scale = reference.quantize_rows_fp8(x)
+
+        def run(o):
+            if op == "online":
+                found = ops.OnlineTarget(n, "cuda")
+                for start in range(0, h, 40):
+                    o.online_update_(x[:, start : start + 40], start, found.maximum, found.total, found.argmax)
+                return [found.maximum, found.lse, found.argmax]
+            if op == "drafter_input":
+                return [o.drafter_input(ids, table, x, *weights, 1e-5)]
+            if op == "drafter_input_backward":
+                return list(o.drafter_input_backward(grad, ids, table, x, *weights, 1e-5, True))
+            if op == "quantize":
+                return list(o.quantize_rows_fp8(x))
+            return [o.dequantize_rows_fp8(rows, scale, torch.bfloat16)]
+
+        class Reference:
+            online_update_ = staticmethod(reference.online_update)
+            drafter_input, drafter_input_backward = staticmethod(reference.drafter_input), staticmethod(reference.drafter_input_backward)
+            quantize_rows_fp8, dequantize_rows_fp8 = staticmethod(reference.quantize_rows_fp8), staticmethod(reference.dequantize_rows_fp8)
+
+        want = run(Reference)
+        for number in range(len(VARIANTS[op])):
+            with chosen(op, number):
+                if op == "drafter_input_backward" and number == 3 and h > 4096:  # the weights do not fit into registers
+                    with pytest.raises(RuntimeError, match="invalid argument"):
+                        run(ops.OPS)
+                    continue
+                got = run(ops.OPS)
+            for one, other in zip(got, want):
+                if op in ("quantize", "dequantize") or one.dtype == torch.int64:
+                    assert torch.equal(one.view(torch.uint8) if one.dtype == torch.float8_e4m3fn else one, other.view(torch.uint8) if other.dtype == torch.float8_e4m3fn else other), (number, n, h)
+                elif one.dim() == 1 and op == "drafter_input_backward":  # sums over rows
+                    assert (one - other).norm() <= 1e-4 * other.norm(), (number, n, h)
+                else:
+                    same(one, other, 2**-7, 2**-7 if op != "online" else 1e-4)
+
+
+def test_a_variant_that_is_none_is_refused(monkeypatch):
+    class Library:
+        @staticmethod
+        def aerie_choose(op, number):
+            return int(number >= len(list(VARIANTS.values())[op]))
+
+    monkeypatch.setattr("op_library.load", lambda: Library)
+    with pytest.raises(ValueError, match="topk has no kernel of number 3; it has 0 to 2"), chosen("topk", 3):
+        pass
+    with chosen("topk", 2):
+        pass

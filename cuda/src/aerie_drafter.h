@@ -4,18 +4,24 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
-#define AERIE_ABI 3
+#define AERIE_ABI 4
+
+// Ops that have more than one kernel: which of them runs may be chosen by number (op_library.py has their names), for measuring and testing.
+enum { AERIE_SOFT_TARGET, AERIE_ONLINE, AERIE_INPUT, AERIE_INPUT_BACKWARD, AERIE_QUANTIZE, AERIE_DEQUANTIZE, AERIE_TOPK, AERIE_OPS };
+static const int AERIE_VARIANTS[AERIE_OPS] = {12, 4, 2, 4, 4, 4, 3};
+#define AERIE_PREFER 100  // added to a number: take that kernel where it fits, else the usual one; without it a kernel that does not fit is an error
 
 #pragma GCC visibility push(default)
 extern "C" {
 int aerie_abi();
 int aerie_prepare();  // loads every kernel on the current device, so that nothing is loaded while a CUDA graph is captured
 const char* aerie_error(int code);
+int aerie_choose(int op, int variant);  // for this process; -1: the best one known for the size. Answers 0, or an error for a number that is none
 
-// 1. bf16 logits; lse, weights, rows and grad may be null; grad may be draft; variant -1: the best kernel for the size, else a kernel by number (soft_target.cu)
+// 1. bf16 logits; lse, weights, rows and grad may be null; grad may be draft
 int aerie_soft_target_ce(const void* draft, int64_t draft_stride, const void* target, int64_t target_stride, const float* lse, const int64_t* top,
                          const float* weights, const int64_t* rows, int64_t n, int64_t m, int64_t vd, int renormalize, float* loss, bool* match, float* accept,
-                         bool* in_vocab, void* grad, int64_t grad_stride, int variant, cudaStream_t stream);
+                         bool* in_vocab, void* grad, int64_t grad_stride, cudaStream_t stream);
 int aerie_scale_rows(void* grad, int64_t stride, int64_t n, int64_t v, const float* scale, cudaStream_t stream);
 int aerie_online_update(const void* chunk, int64_t stride, int64_t n, int64_t c, int64_t start, float* running_max, float* running_sum, int64_t* argmax,
                         cudaStream_t stream);
@@ -26,7 +32,7 @@ int aerie_drafter_input_backward(const void* grad, int64_t grad_stride, const vo
                                  const void* state, int64_t state_stride, const void* embed_weight, const void* state_weight, int weights32, int64_t n,
                                  int64_t h, float eps, void* d_rows, void* d_state, void* d_embed_weight, void* d_state_weight, float* sums,
                                  int blocks, cudaStream_t stream);
-int aerie_backward_blocks(int64_t h);  // blocks a side that fill the current device: sums holds [blocks, 2, h]
+int aerie_backward_blocks(int64_t h);  // blocks a side that fill the current device with the chosen kernel: sums holds [blocks, 2, h]
 // 3. logits bf16 or (float32) float. For a served drafter: probabilities instead of logarithms; positions [n] += 1 and the best id into tokens, or null
 int aerie_draft_topk(const void* logits, int float32, int64_t stride, const int64_t* d2t, int64_t n, int64_t v, int k, float* log_probs, int64_t* ids,
                      int probabilities, int64_t* positions, int64_t* tokens, int64_t tokens_stride, cudaStream_t stream);

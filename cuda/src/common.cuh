@@ -45,6 +45,18 @@ __device__ __forceinline__ uint4 load_stream(const uint4* p) {  // read once: do
     return v;
 }
 
+// Lowest column of 8 that holds `value`, 8 if none does.
+__device__ __forceinline__ int find8(uint4 v, float value) {
+    const uint32_t w[4] = {v.x, v.y, v.z, v.w};
+    int at = 8;
+#pragma unroll
+    for (int i = 3; i >= 0; i--) {
+        if (high(w[i]) == value) at = 2 * i + 1;
+        if (low(w[i]) == value) at = 2 * i;
+    }
+    return at;
+}
+
 __device__ __forceinline__ void cp_async16(void* shared, const void* global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((uint32_t)__cvta_generic_to_shared(shared)), "l"(global));
 }
@@ -70,6 +82,17 @@ __device__ __forceinline__ float block_sum(float x, float* shared) {
     constexpr int WARPS = THREADS / 32;
     x = threadIdx.x % 32 < WARPS ? shared[threadIdx.x % 32] : 0.f;
     return warp_sum(x);
+}
+
+int choice(int op);  // what aerie_choose was told (library.cu)
+
+// The kernel to launch by number: `best`, unless one was chosen; -1: the chosen one does not fit.
+template <typename Fits>
+int pick(int op, int best, Fits fits) {
+    const int chosen = choice(op), variant = chosen % AERIE_PREFER;
+    if (chosen < 0) return best;
+    if (fits(variant)) return variant;
+    return chosen >= AERIE_PREFER ? best : -1;
 }
 
 inline int multiprocessors() {

@@ -10,6 +10,17 @@ int prepare_tree();
 int prepare_fp8();
 }  // namespace aerie
 
+namespace aerie {
+static int choices[AERIE_OPS] = {-1, -1, -1, -1, -1, -1, -1};
+int choice(int op) { return choices[op]; }
+}  // namespace aerie
+
+extern "C" int aerie_choose(int op, int variant) {
+    if (op < 0 || op >= AERIE_OPS || variant < -1 || (variant >= 0 && variant % AERIE_PREFER >= AERIE_VARIANTS[op])) return cudaErrorInvalidValue;
+    aerie::choices[op] = variant;
+    return 0;
+}
+
 extern "C" int aerie_abi() { return AERIE_ABI; }
 
 extern "C" const char* aerie_error(int code) { return cudaGetErrorString(static_cast<cudaError_t>(code)); }

@@ -3,8 +3,6 @@
 
 namespace aerie {
 
-constexpr int THREADS = 128, UNROLL = 4;
-
 // Sum of exp2(x * log2(e) - shift), where shift is about the largest x * log2(e): an integer for logits of usual size, so that one fma is exact enough.
 __device__ __forceinline__ float shift_of(float top) { return fabsf(top) <= 1024.f ? rintf(top * LOG2E) : finite_shift(top * LOG2E); }
 
@@ -15,6 +13,7 @@ __device__ __forceinline__ float term(float x, float shift, bool usual) {
 // exp2 of (shift - top * log2(e)): from a sum relative to the shift to one relative to the logit itself.
 __device__ __forceinline__ float to_top(float top, float shift) { return fabsf(top) <= 1024.f ? exp2_fast(fmaf(-top, LOG2E, shift)) : 1.f; }
 
+template <int THREADS, int UNROLL>
 __global__ void __launch_bounds__(THREADS) online_update(const __nv_bfloat16* chunk, int64_t stride, int columns, int64_t start, float* running_max,
                                                          float* running_sum, int64_t* argmax) {
     constexpr int WARPS = THREADS / 32;
@@ -26,6 +25,9 @@ __global__ void __launch_bounds__(THREADS) online_update(const __nv_bfloat16* ch
     const uint4* body = reinterpret_cast<const uint4*>(row + head);
     const uint4 none{NEG_INF2, NEG_INF2, NEG_INF2, NEG_INF2};
     float top = -INFINITY, shift = -BIG, sum = 0.f;
+    // what the row has so far; asked for now, needed at the end
+    const float old_top = tid == 0 ? running_max[blockIdx.x] : 0.f, old_total = tid == 0 ? running_sum[blockIdx.x] : 0.f;
+    const int64_t old_at = tid == 0 ? argmax[blockIdx.x] : 0;
     int at = INT32_MAX;  // first vector (or column off 16 bytes, as -1 - column) of the batch that holds top
 
     auto raise = [&](float value, int where) {  // batches come in ascending order of columns: ties keep the first
@@ -81,14 +83,13 @@ __global__ void __launch_bounds__(THREADS) online_update(const __nv_bfloat16* ch
     int column = INT32_MAX;
     if (top == warp_top && at != INT32_MAX) {
         if (at < 0) column = -1 - at;
-        for (int u = 0; at >= 0 && u < UNROLL && column == INT32_MAX; u++)
-            for (int j = 0; j < 8 && at + u * THREADS < vectors; j++) {
-                const int c = head + (at + u * THREADS) * 8 + j;
-                if (one(row + c) == top) {
-                    column = c;
-                    break;
-                }
+        if (at >= 0) {
+#pragma unroll
+            for (int u = UNROLL - 1; u >= 0; u--) {  // the loads do not wait for one another
+                const int in8 = at + u * THREADS < vectors ? find8(__ldg(body + at + u * THREADS), top) : 8;
+                if (in8 < 8) column = head + (at + u * THREADS) * 8 + in8;
             }
+        }
         if (column == INT32_MAX) column = head + max(at, 0) * 8;  // NaN alone
     }
     column = __reduce_min_sync(~0u, column);
@@ -102,8 +103,7 @@ __global__ void __launch_bounds__(THREADS) online_update(const __nv_bfloat16* ch
     const float row_top = together(32);
     column = __reduce_min_sync(~0u, top == row_top ? column : INT32_MAX);
     if (tid == 0) {
-        const int64_t old_at = argmax[blockIdx.x];
-        const float old_top = running_max[blockIdx.x], old_sum = running_sum[blockIdx.x] / to_top(old_top, shift_of(old_top));
+        const float old_sum = old_total / to_top(old_top, shift_of(old_top));
         const float new_top = fmaxf(old_top, row_top), new_shift = shift_of(new_top);
         sum = sum * exp2_fast(shift - new_shift) + old_sum * exp2_fast(shift_of(old_top) - new_shift);
         running_max[blockIdx.x] = new_top;
@@ -112,9 +112,18 @@ __global__ void __launch_bounds__(THREADS) online_update(const __nv_bfloat16* ch
     }
 }
 
+struct OnlineVariant {
+    void (*launch)(const __nv_bfloat16*, int64_t, int, int64_t, float*, float*, int64_t*);
+    int threads;
+};
+// by number: threads a row, loads of 16 bytes in flight a thread
+const OnlineVariant ONLINE[] = {{online_update<128, 4>, 128}, {online_update<256, 4>, 256}, {online_update<256, 2>, 256}, {online_update<128, 8>, 128}};
+
 int prepare_online() {
     cudaFuncAttributes info;
-    return cudaFuncGetAttributes(&info, (const void*)online_update);
+    for (const auto kernel : ONLINE)
+        if (const cudaError_t code = cudaFuncGetAttributes(&info, (const void*)kernel.launch)) return code;
+    return 0;
 }
 
 }  // namespace aerie
@@ -123,6 +132,7 @@ extern "C" int aerie_online_update(const void* chunk, int64_t stride, int64_t n,
                                    int64_t* argmax, cudaStream_t stream) {
     if (n == 0 || c == 0) return 0;
     if (n > INT32_MAX || c > INT32_MAX - 8192) return cudaErrorInvalidValue;
-    aerie::online_update<<<(unsigned)n, aerie::THREADS, 0, stream>>>((const __nv_bfloat16*)chunk, stride, (int)c, start, running_max, running_sum, argmax);
+    const auto& kernel = aerie::ONLINE[aerie::pick(AERIE_ONLINE, 0, [](int) { return true; })];
+    kernel.launch<<<(unsigned)n, kernel.threads, 0, stream>>>((const __nv_bfloat16*)chunk, stride, (int)c, start, running_max, running_sum, argmax);
     return cudaGetLastError();
 }

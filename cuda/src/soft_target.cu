@@ -4,6 +4,8 @@
 // more than the 99 KB that a block of SM120 has. So a cluster of blocks shares a row, each keeps its part of both rows in shared memory, and they exchange their
 // sums through distributed shared memory. The loop over rows is persistent and pipelined: as soon as the second look has used 8 columns, it asks for the same
 // columns of the next row (cp.async), so loads, arithmetic and stores overlap and each input is read from device memory once. One cluster barrier a row.
+// STAGED kernels ask for a row in several groups of columns and take the first look at a group as soon as it has arrived, while the others are on their way:
+// else memory rests during the first look wherever few blocks share a multiprocessor (wide rows).
 // A thread copies, reads and writes only its own columns, so nothing else needs a barrier. Rows too wide, or not on 16 bytes, take the two-pass kernel, whose
 // second read mostly hits the L2.
 //
@@ -28,6 +30,7 @@ struct Args {
     int64_t n, m;
     int vd;
     bool renormalize;
+    int groups;  // of columns, in STAGED kernels
     float* loss;
     bool* match;
     float* accept;
@@ -87,6 +90,23 @@ __device__ __forceinline__ Stats combine(Stats s) {
         s.cross += __shfl_xor_sync(~0u, s.cross, step);
     }
     return s;
+}
+
+// The sums of PARTS warps, at `part(i)`, brought together; all lanes get the result.
+template <int PARTS, typename Part>
+__device__ __forceinline__ Stats combine_parts(Part part) {
+    constexpr int WIDTH = PARTS < 32 ? PARTS : 32;
+    const int lane = threadIdx.x % 32;
+    Stats s = part(lane % WIDTH);
+#pragma unroll
+    for (int first = WIDTH; first < PARTS; first += WIDTH) {
+        Stats other = part(first + lane);
+        const float d_top = fmaxf(s.d_top, other.d_top), t_max = fmaxf(s.t_max, other.t_max);
+        rebase(s, d_top, t_max);
+        rebase(other, d_top, t_max);
+        s.d_sum += other.d_sum, s.p_sum += other.p_sum, s.cross += other.cross;
+    }
+    return combine<WIDTH>(s);
 }
 
 template <bool PLAIN_ROW, bool GUARD>
@@ -173,18 +193,6 @@ __device__ __forceinline__ uint4 second_look(const uint4& d, const uint4& t, con
     return g;
 }
 
-// Lowest column of 8 that holds `value`, 8 if none does.
-__device__ __forceinline__ int find8(uint4 v, float value) {
-    const uint32_t w[4] = {v.x, v.y, v.z, v.w};
-    int at = 8;
-#pragma unroll
-    for (int i = 3; i >= 0; i--) {
-        if (high(w[i]) == value) at = 2 * i + 1;
-        if (low(w[i]) == value) at = 2 * i;
-    }
-    return at;
-}
-
 // Which target row, which shift of p and which weight row `row` has.
 struct Meta {
     float weight;
@@ -219,12 +227,25 @@ __device__ __forceinline__ void write_outputs(const Args& a, int64_t row, const 
     a.match[row] = live && !bad && best == meta.top;
 }
 
+// Wait until at most `left` of the newest groups of copies are on their way.
+__device__ __forceinline__ void wait_groups(int left) {
+    switch (left) {
+        case 0: asm volatile("cp.async.wait_group 0;" ::: "memory"); break;
+        case 1: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
+        case 2: asm volatile("cp.async.wait_group 2;" ::: "memory"); break;
+        case 3: asm volatile("cp.async.wait_group 3;" ::: "memory"); break;
+        case 4: asm volatile("cp.async.wait_group 4;" ::: "memory"); break;
+        case 5: asm volatile("cp.async.wait_group 5;" ::: "memory"); break;
+        case 6: asm volatile("cp.async.wait_group 6;" ::: "memory"); break;
+        default: asm volatile("cp.async.wait_group 7;" ::: "memory"); break;
+    }
+}
+
 // A cluster of CLUSTER blocks a row; shared memory holds 2 * ceil(vd / 8 / CLUSTER) * 16 bytes a block. vd is a multiple of 8, everything on 16 bytes.
-template <int THREADS, int CLUSTER>
+template <int THREADS, int CLUSTER, bool STAGED>
 __global__ void __launch_bounds__(THREADS) soft_target_resident(Args a) {
     namespace cg = cooperative_groups;
     constexpr int WARPS = THREADS / 32, PARTS = WARPS * CLUSTER;
-    static_assert(PARTS <= 32, "one lane a warp of the cluster");
     extern __shared__ uint4 buffer[];  // [2][mine]: draft, target
     // Read by the other blocks behind the next barrier while this one is already a row further: two copies of what is written before the barrier, three of what
     // is written behind it.
@@ -236,6 +257,8 @@ __global__ void __launch_bounds__(THREADS) soft_target_resident(Args a) {
     const int vectors = a.vd / 8, share = (vectors + CLUSTER - 1) / CLUSTER, first = rank * share;
     const int mine = max(0, min(share, vectors - first));
     uint4 *d_buf = buffer, *t_buf = buffer + share;
+    const int groups = STAGED ? a.groups : 1;
+    const int wide = STAGED ? ((share + THREADS - 1) / THREADS + groups - 1) / groups * THREADS : share;  // vectors of a group
     const int64_t clusters = gridDim.x / CLUSTER;
     int64_t row = blockIdx.x / CLUSTER;
 
@@ -247,18 +270,25 @@ __global__ void __launch_bounds__(THREADS) soft_target_resident(Args a) {
     auto target_row = [&](const Meta& meta) { return reinterpret_cast<const uint4*>(a.target + meta.target * a.target_stride) + first; };
     auto lives = [&](int64_t r, const Meta& meta) { return r < a.n && meta.weight != 0.f && meta.target >= 0; };
 
+    auto end_group = [] {
+        if (STAGED) asm volatile("cp.async.commit_group;" ::: "memory");
+    };
+
     Meta meta = meta_of(a, row), old_meta = meta;
     float loss = 0.f, old_loss = 0.f;
     if (lives(row, meta))
-        for (int i = tid; i < mine; i += THREADS) request(i, draft_row(row), target_row(meta));
+        for (int g = 0; g < groups; g++) {
+            for (int i = g * wide + tid; i < min(mine, (g + 1) * wide); i += THREADS) request(i, draft_row(row), target_row(meta));
+            end_group();
+        }
 
     int step = 0;
     auto publish = [&](int64_t r, const Meta& m, float row_loss, int slot) {  // block 0, first warp, behind the barrier that follows row r
         float accept = 0.f;
         int at = INT32_MAX;
-        if (lane < PARTS) {
-            accept = *cluster.map_shared_rank(&warp_accept[slot][lane % WARPS], lane / WARPS);
-            at = *cluster.map_shared_rank(&best[slot], lane / WARPS);
+        for (int part = lane; part < PARTS; part += 32) {
+            accept += *cluster.map_shared_rank(&warp_accept[slot][part % WARPS], part / WARPS);
+            at = min(at, *cluster.map_shared_rank(&best[slot], part / WARPS));
         }
         accept = warp_sum(accept);
         at = __reduce_min_sync(~0u, at);
@@ -271,32 +301,41 @@ __global__ void __launch_bounds__(THREADS) soft_target_resident(Args a) {
         const bool live = lives(row, meta);
         float my_top = -INFINITY;
         Stats s;
-        asm volatile("cp.async.wait_all;" ::: "memory");
+        if (!STAGED) asm volatile("cp.async.wait_all;" ::: "memory");
         if (live) {
-            uint32_t d_top = NEG_INF2, t_top = NEG_INF2;
+            s = {-INFINITY, 0.f, a.lse ? meta.t_shift : -BIG, 0.f, 0.f};
+            for (int g = 0; g < groups; g++) {
+                if (STAGED) wait_groups(groups - 1 - g);
+                const int from = g * wide + tid, to = min(mine, (g + 1) * wide);
+                uint32_t d_top = NEG_INF2, t_top = NEG_INF2;
 #pragma unroll 4
-            for (int i = tid; i < mine; i += THREADS) {
-                const uint4 d = d_buf[i];
-                d_top = max2(d_top, max2(max2(d.x, d.y), max2(d.z, d.w)));
-                if (!a.lse) {
-                    const uint4 t = t_buf[i];
-                    t_top = max2(t_top, max2(max2(t.x, t.y), max2(t.z, t.w)));
+                for (int i = from; i < to; i += THREADS) {
+                    const uint4 d = d_buf[i];
+                    d_top = max2(d_top, max2(max2(d.x, d.y), max2(d.z, d.w)));
+                    if (!a.lse) {
+                        const uint4 t = t_buf[i];
+                        t_top = max2(t_top, max2(max2(t.x, t.y), max2(t.z, t.w)));
+                    }
                 }
-            }
-            my_top = fmaxf(low(d_top), high(d_top));
-            const float t_max = a.lse ? meta.t_shift : shift_of(warp_max(fmaxf(low(t_top), high(t_top))));
-            const Stats none{warp_max(my_top), 0.f, t_max, 0.f, 0.f};
-            const float d_shift = shift_of(none.d_top);
-            const bool usual = plain(d_shift) && plain(t_max);
-            s = none;
-            if (usual) {
+                const float here = fmaxf(low(d_top), high(d_top));
+                my_top = fmaxf(my_top, here);
+                // the shifts are the whole warp's; a later group may raise them
+                const float d_new = fmaxf(s.d_top, warp_max(here));
+                const float t_new = a.lse ? s.t_max : fmaxf(s.t_max, shift_of(warp_max(fmaxf(low(t_top), high(t_top)))));
+                if (g == 0) s.d_top = d_new, s.t_max = t_new;
+                else if (d_new != s.d_top || t_new != s.t_max) rebase(s, d_new, t_new);
+                const float d_shift = shift_of(s.d_top);
+                const bool usual = plain(d_shift) && plain(s.t_max);
+                const Stats before = s;
+                if (usual) {
 #pragma unroll 2
-                for (int i = tid; i < mine; i += THREADS) first_look<true, false>(d_buf[i], t_buf[i], d_shift, s);
-            }
-            if (!usual || __any_sync(~0u, s.cross != s.cross)) {  // rare: huge logits, or -inf in both
-                s = none;
+                    for (int i = from; i < to; i += THREADS) first_look<true, false>(d_buf[i], t_buf[i], d_shift, s);
+                }
+                if (!usual || __any_sync(~0u, s.cross != s.cross)) {  // rare: huge logits, or -inf in both
+                    s = before;
 #pragma unroll 1
-                for (int i = tid; i < mine; i += THREADS) first_look<false, true>(d_buf[i], t_buf[i], d_shift, s);
+                    for (int i = from; i < to; i += THREADS) first_look<false, true>(d_buf[i], t_buf[i], d_shift, s);
+                }
             }
             s.d_sum = warp_sum(s.d_sum);
             s.p_sum = warp_sum(s.p_sum);
@@ -313,8 +352,7 @@ __global__ void __launch_bounds__(THREADS) soft_target_resident(Args a) {
         const uint4 *next_d = draft_row(next), *next_t = target_row(next_meta);
         float accept = 0.f;
         if (live) {
-            const int part = lane % PARTS;
-            s = combine<PARTS>(*cluster.map_shared_rank(&warp_stats[step % 2][part % WARPS], part / WARPS));
+            s = combine_parts<PARTS>([&](int part) { return *cluster.map_shared_rank(&warp_stats[step % 2][part % WARPS], part / WARPS); });
             const Row r = finish(s, a.lse != nullptr, meta.weight, a.renormalize);
             loss = r.loss;
             if (my_top == s.d_top) {  // few threads
@@ -327,20 +365,27 @@ __global__ void __launch_bounds__(THREADS) soft_target_resident(Args a) {
                 }
             }
             auto look = [&](auto usual) {
+                for (int g = 0; g < groups; g++) {
+                    const int to = min(mine, (g + 1) * wide);
 #pragma unroll 2
-                for (int i = tid; i < mine; i += THREADS) {
-                    const uint4 g = second_look<decltype(usual)::value>(d_buf[i], t_buf[i], r, accept);
-                    if (next_live) request(i, next_d, next_t);
-                    if (g_row) __stcs(g_row + i, g);
+                    for (int i = g * wide + tid; i < to; i += THREADS) {
+                        const uint4 out = second_look<decltype(usual)::value>(d_buf[i], t_buf[i], r, accept);
+                        if (next_live) request(i, next_d, next_t);
+                        if (g_row) __stcs(g_row + i, out);
+                    }
+                    end_group();
                 }
             };
             if (r.plain) look(std::true_type{});
             else look(std::false_type{});
         } else {
             const uint32_t fill = meta.weight == 0.f ? 0u : 0x7FC07FC0u;  // NaN where the target row is out of range
-            for (int i = tid; i < mine; i += THREADS) {
-                if (g_row) __stcs(g_row + i, uint4{fill, fill, fill, fill});
-                if (next_live) request(i, next_d, next_t);
+            for (int g = 0; g < groups; g++) {
+                for (int i = g * wide + tid; i < min(mine, (g + 1) * wide); i += THREADS) {
+                    if (g_row) __stcs(g_row + i, uint4{fill, fill, fill, fill});
+                    if (next_live) request(i, next_d, next_t);
+                }
+                end_group();
             }
         }
         accept = warp_sum(accept);
@@ -440,9 +485,9 @@ __global__ void __launch_bounds__(256) scale_rows(__nv_bfloat16* grad, int64_t s
     for (int i = threadIdx.x; i < v; i += 256) row[i] = __float2bfloat16(one(row + i) * factor);
 }
 
-template <int THREADS, int CLUSTER>
+template <int THREADS, int CLUSTER, bool STAGED>
 int launch_resident(const Args& a, cudaStream_t stream) {
-    const auto kernel = soft_target_resident<THREADS, CLUSTER>;
+    const auto kernel = soft_target_resident<THREADS, CLUSTER, STAGED>;
     const int share = (a.vd / 8 + CLUSTER - 1) / CLUSTER, bytes = 2 * share * (int)sizeof(uint4);
     cudaError_t code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (code != cudaSuccess) return code;
@@ -464,25 +509,27 @@ int launch_resident(const Args& a, cudaStream_t stream) {
     return cudaLaunchKernelEx(&config, kernel, a);
 }
 
-// The resident kernels by number: blocks a row, threads a block, and the widest row whose part of both inputs stays under LIMIT.
+// The kernels by number; a null launch is the two-pass kernel.
 struct Variant {
     int (*launch)(const Args&, cudaStream_t);
     const void* kernel;
-    int cluster;
+    int cluster, groups;
 };
 constexpr int LIMIT = 98 * 1024;  // bytes of dynamic shared memory a block: 99 KB on SM120, less the static part and 1 KB that the system takes
-template <int THREADS, int CLUSTER>
-constexpr Variant variant_of() {
-    return {launch_resident<THREADS, CLUSTER>, (const void*)soft_target_resident<THREADS, CLUSTER>, CLUSTER};
+template <int THREADS, int CLUSTER, bool STAGED>
+constexpr Variant variant_of(int groups) {
+    return {launch_resident<THREADS, CLUSTER, STAGED>, (const void*)soft_target_resident<THREADS, CLUSTER, STAGED>, CLUSTER, groups};
 }
-const Variant VARIANTS[] = {variant_of<128, 1>(), variant_of<128, 2>(), variant_of<128, 4>(), variant_of<128, 8>()};
-constexpr int VARIANT_COUNT = sizeof(VARIANTS) / sizeof(VARIANTS[0]);
+const Variant VARIANTS[] = {
+    variant_of<128, 1, false>(1), variant_of<128, 2, false>(1), variant_of<128, 4, false>(1), variant_of<128, 8, false>(1), {nullptr, (const void*)soft_target_wide, 0, 1},
+    variant_of<128, 1, true>(4), variant_of<128, 2, true>(4), variant_of<128, 4, true>(4), variant_of<128, 8, true>(4),
+    variant_of<128, 2, true>(2), variant_of<128, 8, true>(8), variant_of<256, 8, true>(4)};
+constexpr int TWO_PASSES = 4;
 
 int prepare_soft_target() {
     cudaFuncAttributes info;
     for (const Variant& variant : VARIANTS)
         if (const cudaError_t code = cudaFuncGetAttributes(&info, variant.kernel)) return code;
-    if (const cudaError_t code = cudaFuncGetAttributes(&info, (const void*)soft_target_wide)) return code;
     return cudaFuncGetAttributes(&info, (const void*)scale_rows);
 }
 
@@ -490,27 +537,26 @@ int prepare_soft_target() {
 
 extern "C" int aerie_soft_target_ce(const void* draft, int64_t draft_stride, const void* target, int64_t target_stride, const float* lse, const int64_t* top,
                                     const float* weights, const int64_t* rows, int64_t n, int64_t m, int64_t vd, int renormalize, float* loss, bool* match,
-                                    float* accept, bool* in_vocab, void* grad, int64_t grad_stride, int variant, cudaStream_t stream) {
+                                    float* accept, bool* in_vocab, void* grad, int64_t grad_stride, cudaStream_t stream) {
     using namespace aerie;
     if (n == 0) return 0;
     if (n > INT32_MAX || vd > INT32_MAX - 8192) return cudaErrorInvalidValue;
-    const Args a{(const __nv_bfloat16*)draft, (const __nv_bfloat16*)target, draft_stride, target_stride, grad_stride, lse, top, weights, rows, n, m, (int)vd,
-                 renormalize != 0, loss, match, accept, in_vocab, (__nv_bfloat16*)grad};
+    Args a{(const __nv_bfloat16*)draft, (const __nv_bfloat16*)target, draft_stride, target_stride, grad_stride, lse, top, weights, rows, n, m, (int)vd,
+                 renormalize != 0, 1, loss, match, accept, in_vocab, (__nv_bfloat16*)grad};
     const bool vector = vd % 8 == 0 && aligned16(draft, draft_stride, 2) && aligned16(target, target_stride, 2) && (!grad || aligned16(grad, grad_stride, 2));
-    // variant -1 chooses; VARIANT_COUNT is the two-pass kernel. A block takes 64 KB where several of those fit on a multiprocessor, else 32 KB.
-    if (variant < 0) {
-        int device = 0, per_sm = 0;
-        cudaGetDevice(&device);
-        cudaDeviceGetAttribute(&per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
-        const int64_t scale = per_sm >= 200 * 1024 ? 2 : 1;
-        variant = !vector ? VARIANT_COUNT : vd <= 8192 * scale ? 0 : vd <= 16384 * scale ? 1 : vd <= 32768 * scale ? 2 : vd <= 200704 ? 3 : VARIANT_COUNT;
-    }
-    if (variant > VARIANT_COUNT) return cudaErrorInvalidValue;
-    if (variant < VARIANT_COUNT) {
-        const int64_t bytes = (vd / 8 + VARIANTS[variant].cluster - 1) / VARIANTS[variant].cluster * 32;
-        if (!vector || bytes > LIMIT) return cudaErrorInvalidValue;
-        return VARIANTS[variant].launch(a, stream);
-    }
+    // A block takes 64 KB where several of those fit on a multiprocessor, else 32 KB.
+    int device = 0, per_sm = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+    const int64_t scale = per_sm >= 200 * 1024 ? 2 : 1;
+    const int best = !vector ? TWO_PASSES : vd <= 8192 * scale ? 0 : vd <= 16384 * scale ? 1 : vd <= 32768 * scale ? 2 : vd <= 200704 ? 3 : TWO_PASSES;
+    const int variant = pick(AERIE_SOFT_TARGET, best, [&](int number) {
+        const int cluster = VARIANTS[number].cluster;
+        return number == TWO_PASSES || (vector && (vd / 8 + cluster - 1) / cluster * 32 <= LIMIT);
+    });
+    if (variant < 0) return cudaErrorInvalidValue;
+    a.groups = VARIANTS[variant].groups;
+    if (VARIANTS[variant].launch) return VARIANTS[variant].launch(a, stream);
     soft_target_wide<<<(unsigned)n, WIDE, 0, stream>>>(a);
     return cudaGetLastError();
 }

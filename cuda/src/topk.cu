@@ -110,6 +110,99 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(TOPK_THREADS) 
     cluster.sync();  // a block's shared memory must outlive its readers
 }
 
+// k = 1 with the shortest chain of waits: a thread's columns are asked for at once and stay in registers, each block looks its best column's id up by itself and
+// pushes what it has into block 0, which alone waits for the others. One trip to memory, one more for the id, one cluster barrier on the way.
+template <typename T, int CLUSTER, int THREADS>
+__global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS) draft_best_push(const T* logits, int64_t stride, const int64_t* d2t, int v,
+                                                                                           float* log_probs, int64_t* ids, TopkExtras extras) {
+    namespace cg = cooperative_groups;
+    constexpr int EACH = 16 / sizeof(T), HELD = sizeof(T), WARPS = THREADS / 32;  // 16 columns a thread
+    struct Part {
+        uint64_t key;
+        int64_t id;
+        float top, sum;
+    };
+    __shared__ Part parts[CLUSTER];  // of block 0: what each block found
+    __shared__ uint64_t warp_best[WARPS];
+    __shared__ float part_max[WARPS], part_sum[WARPS];
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");  // this block has started: its shared memory may be written
+    cg::cluster_group cluster = cg::this_cluster();
+    const int tid = threadIdx.x, lane = tid % 32, rank = (int)cluster.block_rank(), where = rank * THREADS + tid;
+    const int64_t row_at = blockIdx.x / CLUSTER;
+    const T* row = logits + row_at * stride;
+    const int head = min(v, (int)((16 - (uintptr_t)row % 16) % 16 / sizeof(T))), vectors = (v - head) / EACH, tail = head + vectors * EACH;
+    const uint4* body = reinterpret_cast<const uint4*>(row + head);
+    constexpr uint32_t NONE = sizeof(T) == 2 ? NEG_INF2 : 0xFF800000u;
+    uint4 held[HELD];
+#pragma unroll
+    for (int u = 0; u < HELD; u++) held[u] = where + u * THREADS * CLUSTER < vectors ? __ldg(body + where + u * THREADS * CLUSTER) : uint4{NONE, NONE, NONE, NONE};
+    const bool in_head = where < head, in_tail = where < v - tail;
+    const float before = in_head ? one(row + where) : 0.f, behind = in_tail ? one(row + tail + where) : 0.f;  // columns off 16 bytes
+
+    uint32_t order = 0;  // of my largest; 0: no columns
+    int column = INT32_MAX;
+    auto see = [&](float value, int c) {  // in ascending order of columns
+        const uint32_t o = order_of(value);
+        if (o > order) order = o, column = c;
+    };
+    if (in_head) see(before, where);
+#pragma unroll
+    for (int u = 0; u < HELD; u++) {
+        float x[EACH];
+        unpack(held[u], row, x);
+        const int first = head + (where + u * THREADS * CLUSTER) * EACH;
+        if (first < tail)
+#pragma unroll
+            for (int j = 0; j < EACH; j++) see(x[j], first + j);
+    }
+    if (in_tail) see(behind, tail + where);
+    const uint32_t largest = __reduce_max_sync(~0u, order);
+    const float top = largest ? finite_shift(value_of(largest)) : -BIG;
+    float sum = 0.f;
+    auto add = [&](float value) { sum += exp2_fast((value - top) * LOG2E); };
+#pragma unroll
+    for (int u = 0; u < HELD; u++) {
+        float x[EACH];
+        unpack(held[u], row, x);
+        if (where + u * THREADS * CLUSTER < vectors)
+#pragma unroll
+            for (int j = 0; j < EACH; j++) add(x[j]);
+    }
+    if (in_head) add(before);
+    if (in_tail) add(behind);
+    sum = warp_sum(sum);
+    const uint32_t first = __reduce_min_sync(~0u, order == largest ? (uint32_t)column : ~0u);
+    if (lane == 0) part_max[tid / 32] = top, part_sum[tid / 32] = sum, warp_best[tid / 32] = largest ? key_of(largest, (int)first) : 0;
+    __syncthreads();
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // all blocks have started
+    if (tid < 32) {
+        uint64_t key = lane < WARPS ? warp_best[lane] : 0;
+#pragma unroll
+        for (int step = WARPS / 2; step; step >>= 1) key = max(key, __shfl_xor_sync(~0u, key, step));
+        const int c = key ? (int)~(uint32_t)key : 0;
+        const int64_t id = lane == 0 ? c + (d2t ? __ldg(d2t + c) : 0) : 0;  // on its way while the sums come together
+        const float m = lane < WARPS ? part_max[lane] : -BIG, s = lane < WARPS ? part_sum[lane] : 0.f;
+        const float all = warp_max(m), total = warp_sum(s * exp2_fast((m - all) * LOG2E));
+        if (lane == 0) *cluster.map_shared_rank(&parts[rank], 0) = {key, id, all, total};
+        __syncwarp();
+    }
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    if (rank != 0 || tid >= 32) return;  // nobody reads this block's memory; block 0 lives until its first warp is done
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    const Part mine = lane < CLUSTER ? parts[lane] : Part{0, 0, -BIG, 0.f};
+    uint64_t key = mine.key;
+#pragma unroll
+    for (int step = CLUSTER / 2; step; step >>= 1) key = max(key, __shfl_xor_sync(~0u, key, step));
+    const float top_of_all = warp_max(mine.top), sum_of_all = warp_sum(mine.sum * exp2_fast((mine.top - top_of_all) * LOG2E));
+    if (lane < CLUSTER && mine.key == key) {  // keys are unique: one lane
+        const float log_prob = value_of((uint32_t)(key >> 32)) - (top_of_all + logf(sum_of_all));
+        log_probs[row_at] = extras.probabilities ? expf(log_prob) : log_prob;
+        ids[row_at] = mine.id;
+        if (extras.tokens) extras.tokens[row_at * extras.tokens_stride] = mine.id;
+        if (extras.positions) extras.positions[row_at]++;
+    }
+}
+
 template <typename T, int THREADS>
 __global__ void __cluster_dims__(RANKED_CLUSTER, 1, 1) __launch_bounds__(THREADS) draft_topk(const T* logits, int64_t stride, const int64_t* d2t, int v, int k,
                                                                                       float* log_probs, int64_t* ids, TopkExtras extras) {
@@ -214,7 +307,12 @@ int launch_topk(const void* logits, int64_t stride, const int64_t* d2t, int64_t 
                 cudaStream_t stream) {
     const T* in = static_cast<const T*>(logits);
     const unsigned rows = (unsigned)n;
-    if (k == 1 && (n <= 16 || v > 65536)) draft_best<T, 8><<<rows * 8, TOPK_THREADS, 0, stream>>>(in, stride, d2t, (int)v, log_probs, ids, extras);
+    // by number: as below; for k = 1 the pushing kernel with 256 and with 512 threads a block
+    const int variant = k > 1 ? 0 : pick(AERIE_TOPK, 0, [&](int number) { return number == 0 || v <= 8 * 256 * 16 * number; });
+    if (variant < 0) return cudaErrorInvalidValue;
+    if (variant == 1) draft_best_push<T, 8, 256><<<rows * 8, 256, 0, stream>>>(in, stride, d2t, (int)v, log_probs, ids, extras);
+    else if (variant == 2) draft_best_push<T, 8, 512><<<rows * 8, 512, 0, stream>>>(in, stride, d2t, (int)v, log_probs, ids, extras);
+    else if (k == 1 && (n <= 16 || v > 65536)) draft_best<T, 8><<<rows * 8, TOPK_THREADS, 0, stream>>>(in, stride, d2t, (int)v, log_probs, ids, extras);
     else if (k == 1) draft_best<T, 4><<<rows * 4, TOPK_THREADS, 0, stream>>>(in, stride, d2t, (int)v, log_probs, ids, extras);
     // at most 24 columns a thread in vectors and 2 beside them
     else if (v <= RANKED_CLUSTER * 128 * 24) draft_topk<T, 128><<<rows * RANKED_CLUSTER, 128, 0, stream>>>(in, stride, d2t, (int)v, k, log_probs, ids, extras);
@@ -227,7 +325,9 @@ int launch_topk(const void* logits, int64_t stride, const int64_t* d2t, int64_t 
 int prepare_topk() {
     cudaFuncAttributes info;
     const void* kernels[] = {(const void*)draft_best<__nv_bfloat16, 8>, (const void*)draft_best<__nv_bfloat16, 4>, (const void*)draft_best<float, 8>,
-                             (const void*)draft_best<float, 4>, (const void*)draft_topk<__nv_bfloat16, 128>, (const void*)draft_topk<__nv_bfloat16, 256>,
+                             (const void*)draft_best<float, 4>, (const void*)draft_best_push<__nv_bfloat16, 8, 256>,
+                             (const void*)draft_best_push<__nv_bfloat16, 8, 512>, (const void*)draft_best_push<float, 8, 256>,
+                             (const void*)draft_best_push<float, 8, 512>, (const void*)draft_topk<__nv_bfloat16, 128>, (const void*)draft_topk<__nv_bfloat16, 256>,
                              (const void*)draft_topk<__nv_bfloat16, 1024>, (const void*)draft_topk<float, 128>, (const void*)draft_topk<float, 256>,
                              (const void*)draft_topk<float, 1024>};
     for (const void* kernel : kernels)

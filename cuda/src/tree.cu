@@ -32,7 +32,8 @@ __global__ void __launch_bounds__(1024) build_tree(const int64_t* parent_list, i
     const int64_t b = blockIdx.x, base = b * nodes;
     const int64_t length = length_at(lengths, wide, b);
     for (int i = tid; i < nodes - 1; i += blockDim.x) {
-        const int64_t candidate = selected[b * selected_stride + i], block = candidate / topk;
+        const int64_t candidate = selected[b * selected_stride + i];
+        const int64_t block = (uint64_t)candidate >> 32 ? candidate / topk : (uint32_t)candidate / (uint32_t)topk;  // 64-bit division is slow
         chosen[i] = candidate;
         // the candidate that proposed this one; -1: the root did; -2: nobody
         wanted[i + 1] = candidate < 0 ? -2 : block == 0 ? -1 : block < parent_count ? parent_list[b * parent_stride + block] : -2;
@@ -63,10 +64,12 @@ __global__ void __launch_bounds__(1024) build_tree(const int64_t* parent_list, i
     const int64_t start = (int64_t)nodes * nodes * b + (full ? tokens_before * nodes + length : 0);  // of the tree's part in row 0
     for (int i = warp; i < nodes; i += warps) {
         int level = 0;
-        for (int at = i; at > 0 && level < depth; at = parent[at]) level++;
+        bool first_seen = lane == 0;  // whether node i has column `lane` on its path
+        for (int at = i; at > 0 && level < depth; at = parent[at], level++) first_seen |= at == lane;
         for (int column = lane; column < nodes; column += 32) {
-            bool seen = column == 0;
-            for (int at = i, up = 0; at > 0 && up < level; at = parent[at], up++) seen |= at == column;
+            bool seen = column == 0 || (column < 32 && first_seen);
+            if (column >= 32)
+                for (int at = i, up = 0; at > 0 && up < level; at = parent[at], up++) seen |= at == column;
             const int64_t cell = start + i * row_size + column;
             if (cell >= 0 && cell < mask_size) mask[cell] = seen;
         }
@@ -85,17 +88,21 @@ __global__ void __launch_bounds__(1024) build_tree(const int64_t* parent_list, i
 __global__ void __launch_bounds__(TREE_THREADS) verify_tree_greedy(int* predicts, int64_t predict_count, int* accept_index, int* accept_count,
                                                                    const int64_t* candidates, const int64_t* index, const int64_t* next_token,
                                                                    const int64_t* next_sibling, const int64_t* target, int nodes, int width) {
-    extern __shared__ int4 node[];  // token, target token, child, sibling: the walk itself then needs no device memory
+    extern __shared__ int4 node[];  // [nodes] token, target token, child, sibling, then [nodes] the row: the walk itself then reads no device memory
+    int* row_of = reinterpret_cast<int*>(node + nodes);
     const int tid = threadIdx.x;
     const int64_t base = (int64_t)blockIdx.x * nodes;
-    for (int i = tid; i < nodes; i += TREE_THREADS)
+    for (int i = tid; i < nodes; i += TREE_THREADS) {
+        const int64_t row = index[base + i];
+        row_of[i] = row >= INT32_MIN && row <= INT32_MAX ? (int)row : -1;
         node[i] = {(int)candidates[base + i], (int)target[base + i], (int)next_token[base + i], (int)next_sibling[base + i]};
+    }
     __syncthreads();
     if (tid) return;
     int at = 0, count = 0;
     while (true) {
-        const int64_t row = index[base + at];
-        accept_index[(int64_t)blockIdx.x * width + count] = (int)row;
+        const int row = row_of[at];
+        accept_index[(int64_t)blockIdx.x * width + count] = row;
         if (row >= 0 && row < predict_count) predicts[row] = node[at].y;
         if (count + 1 >= width) break;
         int child = node[at].z;
@@ -134,7 +141,7 @@ extern "C" int aerie_verify_tree_greedy(int* predicts, int64_t predict_count, in
     using namespace aerie;
     if (n == 0) return 0;
     if (nodes < 1 || nodes > MAX_NODES || width < 1 || n > INT32_MAX) return cudaErrorInvalidValue;
-    verify_tree_greedy<<<(unsigned)n, TREE_THREADS, nodes * sizeof(int4), stream>>>(predicts, predict_count, accept_index, accept_count, candidates, index,
+    verify_tree_greedy<<<(unsigned)n, TREE_THREADS, nodes * (sizeof(int4) + sizeof(int)), stream>>>(predicts, predict_count, accept_index, accept_count, candidates, index,
                                                                                    next_token, next_sibling, target, nodes, width);
     return cudaGetLastError();
 }
