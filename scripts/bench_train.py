@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """How fast the trainer is, on synthetic states: teacher, unroll, loss, backward, clip, update. Sizes S and K are those of common 8B targets and of Kimi-K2.
 
-With --eager the plain PyTorch version (dense masks, float32 logits of every row) runs beside it and losses are compared; with --profile the step's time is
-split by part. Under torchrun every process takes its share of --batches (--parallel says how weights are kept), and the first one reports. Numbers go to --report.
+With --eager the plain PyTorch version (dense masks, float32 logits of every row, document by document) runs beside it and losses are compared; with --profile
+the step's time is split by part; with --loading batches come from a store on disk, and the share of a step that this costs is measured. Under torchrun every process takes its share of --batches (--parallel says how weights are kept), and the first one reports. Numbers go to --report.
 """
 
 from __future__ import annotations
@@ -18,125 +18,24 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import numpy as np
 import torch
 
 from aerie.batches import Batch, build_batch
 from aerie.config import Train
 from aerie.distributed import Group, start_group
-from aerie.drafter import Drafter, DrafterShape
 from aerie.eager_train import EagerDrafter
-from aerie.errors import UserError, run_main
-from aerie.ops import gpu_kernel
+from aerie.errors import EXIT_FAILED, UserError, run_main
+from aerie.loading_bench import measure_loading
+from aerie.ops import choose_kernels, gpu_kernel
 from aerie.optimizer import Optimizer
 from aerie.profile_parts import profile_parts
 from aerie.report import write_report
 from aerie.step import add_gradients, spread
-from aerie.ttt_loss import TargetHead
-from aerie.unroll import Fixed, Rope
-
-
-@dataclass(frozen=True)
-class Size:
-    """One benchmark: the drafter, the documents of a step."""
-
-    hidden: int
-    inner: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    draft: int
-    documents: int
-    tokens: int  # of each document
-
-
-SIZES = {
-    "S": Size(4096, 14336, 32, 8, 128, 128_256, 32_000, 4, 2048),
-    "K": Size(7168, 12288, 64, 64, 128, 163_840, 32_000, 1, 4096),
-    "K8": Size(7168, 12288, 64, 64, 128, 163_840, 32_000, 2, 4096),
-    "E": Size(4096, 14336, 32, 8, 128, 128_256, 32_000, 1, 2048),  # as much of S as the plain version fits on one GPU
-    "demo": Size(576, 1536, 9, 3, 64, 49_152, 8192, 8, 128),
-    "tiny": Size(64, 128, 4, 2, 16, 512, 256, 2, 96),
-}
+from aerie.train_bench import SIZES, Size, make_batch, make_drafter, make_fixed, make_samples
+from aerie.unroll import Rope
 
 
 CURVE_SETS = 4
-
-
-@dataclass
-class Synthetic:
-    """Quacks like store.StoredSample."""
-
-    id: str
-    input_ids: torch.Tensor
-    loss_mask: torch.Tensor
-    aux: torch.Tensor
-    final: torch.Tensor
-    final_rows: torch.Tensor
-
-    def aux_float(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.aux.to(dtype)
-
-    def final_float(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.final.to(dtype)
-
-
-def answer_mask(length: int, share: float, generator: np.random.Generator) -> np.ndarray:
-    """A mask of chat turns, prompt and answer in turn: exactly `share` of the tokens are answers, in runs of 64 to 512 tokens (the last one shorter)."""
-    answers: list[int] = []
-    left = round(share * length)
-    while left > 0:
-        answers.append(min(int(generator.integers(64, 513)), left))
-        left -= answers[-1]
-    cuts = np.sort(generator.integers(0, length - sum(answers) + 1, len(answers) - 1))
-    prompts = np.diff(np.concatenate([[0], cuts, [length - sum(answers)]]))
-    return np.concatenate([np.concatenate([np.zeros(prompt, np.uint8), np.ones(answer, np.uint8)]) for prompt, answer in zip(prompts, answers)])
-
-
-def make_batch(size: Size, share: float, steps: int, dtype: torch.dtype, seed: int, device: torch.device | str = "cpu") -> Batch:
-    """Documents of random ids and states; the states are drawn, and stay, on the device."""
-    generator = np.random.Generator(np.random.PCG64(seed))
-    torch.manual_seed(seed)
-    samples = []
-    for number in range(size.documents):
-        mask = answer_mask(size.tokens, share, generator)
-        rows = np.flatnonzero(mask[1:-1] & mask[2:]) + 1
-        samples.append(Synthetic(
-            f"{number:016x}", torch.from_numpy(generator.integers(0, size.vocab, size.tokens, dtype=np.int32)), torch.from_numpy(mask),
-            torch.randn(size.tokens, 3 * size.hidden, device=device).to(dtype), torch.randn(len(rows), size.hidden, device=device).to(dtype), torch.from_numpy(rows),
-        ))  # fmt: skip
-    batch = build_batch(samples, steps, dtype)
-    assert batch is not None
-    return batch
-
-
-def make_fixed(size: Size, steps: int, dtype: torch.dtype, device: torch.device) -> Fixed:
-    """A random target: embedding, head, and the draft vocabulary spread over its ids."""
-    generator = torch.Generator(device=device).manual_seed(1)
-    head = torch.empty(size.vocab, size.hidden, dtype=dtype, device=device).normal_(0, 0.02, generator=generator)
-    embedding = torch.empty(size.vocab, size.hidden, dtype=dtype, device=device).normal_(0, 0.02, generator=generator)
-    ids = torch.linspace(0, size.vocab - 1, size.draft, device=device).long()
-    to_draft = torch.full((size.vocab,), -1, device=device)
-    to_draft[ids] = torch.arange(size.draft, device=device)
-    return Fixed(embedding, TargetHead(head, head[ids].contiguous(), ids, to_draft), steps, 0.8)
-
-
-def make_drafter(size: Size, dtype: torch.dtype, device: torch.device, fast: bool) -> Drafter:
-    """Float32 masters, compute in `dtype`."""
-    shape = DrafterShape(
-        size.hidden, size.hidden, size.inner, size.heads, size.kv_heads, size.head_dim, size.vocab, size.draft, 3, 1e-5, size.tokens + 64,
-        {"rope_type": "default", "rope_theta": 500000.0},
-    )  # fmt: skip
-    drafter = Drafter(shape, device=device)
-    with torch.no_grad():
-        generator = torch.Generator(device=device).manual_seed(0)
-        for name, parameter in drafter.named_parameters():
-            if name in Drafter.MATRICES:
-                parameter.normal_(0, 0.02, generator=generator)
-    drafter.set_compute(dtype)
-    drafter.fast = fast
-    return drafter
 
 
 def wait(device: torch.device) -> None:
@@ -240,24 +139,28 @@ def measure(name: str, args: argparse.Namespace, device: torch.device, dtype: to
 
 
 def measure_eager(name: str, args: argparse.Namespace, device: torch.device, dtype: torch.dtype, share: float) -> dict:
-    """The plain version on the same batch: first loss, time, memory."""
+    """The plain version on the same documents, one after another, since dense masks of all together would not fit: first loss, time, memory."""
     size = SIZES[name]
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     drafter, fixed = make_drafter(size, torch.float32, device, False), make_fixed(size, args.ttt, dtype, device)
-    batch = make_batch(size, share, args.ttt, dtype, 0)
+    batches = [build_batch([sample], args.ttt, dtype) for sample in make_samples(size, share, dtype, 0, device)]
+    rows = sum(batch.counts[0] for batch in batches)
     eager = EagerDrafter(drafter, dtype)
-    optimizer = torch.optim.AdamW(eager.parameters(), lr=1e-5)
+    optimizer = torch.optim.AdamW(eager.parameters(), lr=args.lr)
 
     def step() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = eager.loss(batch, fixed)
-        loss.backward()
+        total = torch.zeros((), device=device)
+        for batch in batches:
+            loss = eager.loss(batch, fixed, rows)
+            loss.backward()
+            total += loss.detach()
         torch.nn.utils.clip_grad_norm_(eager.parameters(), 0.5)
         optimizer.step()
-        return loss.detach()
+        return total
 
     first = float(step())
     wait(device)
@@ -265,7 +168,7 @@ def measure_eager(name: str, args: argparse.Namespace, device: torch.device, dty
     step()
     wait(device)
     seconds = time.perf_counter() - started
-    result = {"size": name, "share": share, "step_ms": 1e3 * seconds, "tok_s": batch.tokens / seconds, "first_loss": first}
+    result = {"size": name, "share": share, "step_ms": 1e3 * seconds, "tok_s": sum(batch.tokens for batch in batches) / seconds, "first_loss": first}
     if device.type == "cuda":
         result["peak_gb"] = torch.cuda.max_memory_allocated() / 2**30
     return result
@@ -287,6 +190,8 @@ def main() -> int:
     parser.add_argument("--path", choices=("auto", "fast", "plain"), default="auto", help="auto: the GPU path where there is a GPU")
     parser.add_argument("--checkpointing", action="store_true", help="activation checkpointing")
     parser.add_argument("--eager", default="", metavar="SIZES", help="compare these sizes with the plain PyTorch version")
+    parser.add_argument("--loading", default="", metavar="SIZES", help="read these sizes' batches from a store, in bf16 (float32 on a CPU) and in fp8")
+    parser.add_argument("--scratch", default=None, metavar="DIR", help="with --loading: where that store lies for the moment (default: the system's)")
     parser.add_argument("--profile", action="store_true", help="time by part of the step")
     parser.add_argument("--batches", type=int, default=0, help="batches of a step, over all processes (default: one each)")
     parser.add_argument("--parallel", choices=("ddp", "fsdp"), default="ddp", help="as train.parallel, under torchrun")
@@ -297,23 +202,36 @@ def main() -> int:
     parser.add_argument("--config", default="", help="accepted like every benchmark's; the sizes are this script's own")
     parser.add_argument("--report", default="", metavar="FILE")
     args = parser.parse_args()
-    unknown = [name for name in f"{args.sizes},{args.eager}".split(",") if name and name not in SIZES]
+    unknown = [name for name in f"{args.sizes},{args.eager},{args.loading}".split(",") if name and name not in SIZES]
     if unknown:
         raise UserError(f"no size named {unknown[0]!r}; known: {', '.join(SIZES)}")
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
     dtype = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32, "bfloat16": torch.bfloat16, "float32": torch.float32}[args.dtype]
     fast = args.path == "fast" or (args.path == "auto" and device.type == "cuda")
+    choose_kernels("auto" if fast else "off", device)
     group = start_group(device.type == "cuda")
     if group.rank:
         sys.stdout = open(os.devnull, "w")  # the first process speaks for all
     args.batches = args.batches or group.world
     if args.batches < group.world or (args.eager and group.world > 1):
         raise UserError(f"{group.world} processes: --batches must be {group.world} or more (it is {args.batches}), and --eager wants one")
-    results, eager, ratio = [], [], {}
-    for name in args.sizes.split(","):
+    results, eager, loading, ratio, failed = [], [], [], {}, []
+    for name in filter(None, args.sizes.split(",")):
         for share in map(float, args.shares.split(",")):
-            results.append(measure(name, args, device, dtype, share, fast, group))
+            try:
+                results.append(measure(name, args, device, dtype, share, fast, group))
+            except (torch.OutOfMemoryError, RuntimeError) as exc:  # with one process the other sizes are still wanted; the exit code says that one failed
+                if group.world > 1:
+                    raise
+                failed.append(f"{name} {share}: {type(exc).__name__}: {str(exc)[:200]}")
+                print(f"FAILED {failed[-1]}", flush=True)
+                continue
             print(line(results[-1]), flush=True)
+    for name in filter(None, args.loading.split(",")):
+        for stored in (str(dtype)[6:], "fp8"):
+            loading.append(measure_loading(name, float(args.shares.split(",")[0]), args.ttt, device, dtype, fast, stored, args.steps_timed, args.scratch))
+            one = loading[-1]
+            print(f"{name:>5} from a store in {stored}: {one['step_ms']:.1f} ms a step, {one['resident_ms']:.1f} with the batches there: loading costs {one['share']:.1%}", flush=True)
     for name in filter(None, args.eager.split(",")):
         share = float(args.shares.split(",")[0])
         try:
@@ -330,8 +248,8 @@ def main() -> int:
             print(f"{name} against eager: {json.dumps(ratio[name])}", flush=True)
     group.leave()
     if args.report and not group.rank:
-        write_report(Path(args.report), results=results, eager=eager, ratio=ratio, ttt_steps=args.ttt, torch_threads=torch.get_num_threads())
-    return 0
+        write_report(Path(args.report), results=results, eager=eager, loading=loading, ratio=ratio, failed=failed, ttt_steps=args.ttt, torch_threads=torch.get_num_threads())
+    return EXIT_FAILED if failed else 0
 
 
 if __name__ == "__main__":

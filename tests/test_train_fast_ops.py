@@ -61,8 +61,11 @@ def test_fast_path_on_a_gpu():
 def test_bench_train_runs_at_tiny_size(tmp_path):
     script = Path(__file__).resolve().parents[1] / "scripts" / "bench_train.py"
     report = tmp_path / "report.json"
-    command = [sys.executable, str(script), "--sizes", "tiny", "--eager", "tiny", "--device", "cpu", "--profile", "--report", str(report)]
+    command = [sys.executable, str(script), "--sizes", "tiny,tinyM", "--eager", "tiny", "--loading", "tiny", "--steps-timed", "2", "--scratch", str(tmp_path), "--device", "cpu", "--profile", "--report", str(report)]
     done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(report.read_text())
     assert found["ratio"]["tiny"]["loss_difference"] < 1e-5 and found["results"][0]["parts_ms"]["matrices"] > 0
+    assert [row["size"] for row in found["results"]] == ["tiny", "tinyM"] and not found["failed"]
+    assert [row["stored"] for row in found["loading"]] == ["float32", "fp8"] and all(row["bytes"] > 0 for row in found["loading"])
+    assert found["loading"][1]["bytes"] < found["loading"][0]["bytes"] / 2

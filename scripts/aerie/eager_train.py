@@ -28,8 +28,8 @@ class EagerDrafter(nn.Module):
         weights = torch.softmax(scores.masked_fill(~mask, -torch.inf), dim=-1).to(q.dtype)
         return (weights @ v).transpose(0, 1).flatten(1)
 
-    def loss(self, batch: Batch, fixed: Fixed) -> Tensor:
-        """The loss of unroll(), over all rows, with masks for what counts."""
+    def loss(self, batch: Batch, fixed: Fixed, divisor: int) -> Tensor:
+        """The loss of unroll(), over all rows, with masks for what counts; `divisor` as there."""
         drafter, shape = self.drafter, self.drafter.shape
         device = fixed.embedding.device
         total_rows = len(batch.positions)
@@ -66,5 +66,5 @@ class EagerDrafter(nn.Module):
             losses = -(wanted * torch.log_softmax(logits, dim=-1)).sum(-1)
             counted = torch.zeros(total_rows, device=device)
             counted[rows[: batch.counts[step]]] = 1.0
-            total = total + fixed.decay**step * (losses * counted).sum() / batch.counts[0]
+            total = total + fixed.decay**step * (losses * counted).sum() / divisor
         return total

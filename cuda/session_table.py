@@ -1,0 +1,81 @@
+#!/usr/bin/env python3
+"""The short table at the end of gpu_session.sh: `session_table.py OUT PARTS`. What is missing is left out, what misses its goal is marked."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+GOALS = {"S": (40_000, 32), "K": (16_000, 36), "K8": (0, 80)}  # tok/s at 70%, GB
+SHARE = 0.85  # of the copy bandwidth, for ops 1, 2 and 5
+LAUNCH = 1.2  # times an empty kernel, for ops 3 and 4
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A report, empty where it was not written."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def mark(good: bool) -> str:
+    return "ok  " if good else "MISS"
+
+
+def ops_lines(report: dict[str, Any]) -> list[str]:
+    """A line an op and size: the usual kernel and the fastest; then decode and the other packages."""
+    rows, lines = report.get("rows", []), []
+    fastest = {(row["op"], row["size"]): row for row in report.get("fastest", [])}
+    if rows:
+        lines.append(f"copy {report['copy_bytes_s'] / 1e12:.2f} TB/s, an empty launch {1e3 * report['launch_ms']:.1f} us")
+    for row in rows:
+        key, best = (row["op"], row["size"]), fastest.get((row["op"], row["size"]))
+        if "graph_us" in row and "(" not in row["op"]:
+            floor = row["floor"]["graph_us"]
+            better = f", fastest {best['graph_us']:.2f} ({best['best']})" if best else ""
+            lines.append(f"{mark(min(row['graph_us'], best['graph_us'] if best else 1e9) <= LAUNCH * floor)} {key[0]:40} {key[1]:16} {row['graph_us']:6.2f} us, an empty one {floor:.2f}{better}")
+        elif best:
+            lines.append(f"{mark(best['of_copy'] >= SHARE)} {key[0]:28} {key[1]:16} {row['ms']:8.4f} ms {row['of_copy']:6.1%}; fastest {best['ms']:8.4f} ms {best['of_copy']:6.1%} ({best['best']})")
+        elif "," in row["op"] and "graph_us" not in row:
+            lines.append(f"     {key[0]:45} {key[1]:16} {row['ms']:8.4f} ms {row['of_copy']:6.1%}")
+    return lines
+
+
+def train_lines(out: Path) -> list[str]:
+    """Rates, memory, the share's effect, eager PyTorch, loading."""
+    lines = []
+    rates: dict[tuple[str, float], float] = {}
+    for name in ("train", "long"):
+        for row in load(out / f"{name}.json").get("results", []):
+            rates[row["size"], row["share"]] = row["tok_s"]
+            rate, memory = GOALS.get(row["size"], (0, 1e9))
+            good = (row["tok_s"] >= rate or row["share"] != 0.7) and row.get("peak_gb", 0) <= memory and row["first_step_s"] < 90
+            lines.append(f"{mark(good)} {row['size']:5} share {row['share']:.1f} {row['step_ms']:8.1f} ms {row['tok_s']:8.0f} tok/s {row.get('peak_gb', 0):6.1f} GB, first step {row['first_step_s']:.1f} s")
+    for size in sorted({size for size, share in rates if share == 0.3}):
+        ratio = rates[size, 0.3] / rates.get((size, 0.7), float("nan"))
+        lines.append(f"{mark(ratio >= 1.4)} {size:5} 30% against 70% supervised: {ratio:.2f} times the rate")
+    for size, found in load(out / "eager.json").get("ratio", {}).items():
+        good = found["speed"] >= 3 and found["loss_difference"] <= 1e-3 and found.get("memory", 0) <= 0.5
+        lines.append(f"{mark(good)} {size:5} against eager: {found['speed']:.2f} times as fast, {found.get('memory', float('nan')):.3f} of the memory, losses apart by {found['loss_difference']:.1e}")
+    for row in load(out / "loading.json").get("loading", []):
+        lines.append(f"{mark(row['share'] < 0.05)} {row['size']:5} loading in {row['stored']}: {row['share']:.1%} of a step, {row['bytes'] / 2**20:.0f} MiB a step, {row['batches_s_alone']:.1f} batches/s alone")
+    for name in ("ops", "train", "long", "eager", "loading"):
+        lines += [f"FAILED {text}" for text in load(out / f"{name}.json").get("failed") or []]
+    return lines
+
+
+def main() -> int:
+    out, parts = Path(sys.argv[1]), Path(sys.argv[2])
+    for line in [*ops_lines(load(out / "ops.json")), *train_lines(out)]:
+        print(line)
+    for text in parts.read_text().splitlines():
+        name, rc, seconds, *rest = text.split(maxsplit=3)
+        print(f"{mark(rc == '0')} {name:12} exit {rc:>3} {seconds:>4} s  {' '.join(rest)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
