@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -92,3 +93,20 @@ def test_sources_need_no_torch():
 def test_ptxas_reader_sees_a_spill():
     text = "ptxas info    : Compiling entry function 'k(int)' for 'sm_120'\n    8 bytes stack frame, 4 bytes spill stores, 4 bytes spill loads\nptxas info    : Used 72 registers, used 1 barriers, 224 bytes smem\n"
     assert read_ptxas(text) == [{"name": "k(int)", "arch": "sm_120", "stack": 8, "spill_stores": 4, "spill_loads": 4, "registers": 72, "shared": 224}]
+
+
+def test_session_table_marks_what_misses(tmp_path):
+    """The table at the end of gpu_session.sh, from reports that are there; what is missing or broken is left out."""
+    row = {"op": "5 quantize_rows_fp8", "size": "[4096, 4096]", "ms": 0.0148, "of_copy": 0.81}
+    decode = {"op": "3 draft_topk float32, k 1", "size": "[1, 32000]", "graph_us": 4.5, "host_us": 35.0, "floor": {"graph_us": 0.87}}
+    fastest = [{"op": row["op"], "size": row["size"], "usual": 0.0148, "best": "3: 256 threads", "ms": 0.0138, "of_copy": 0.87}]
+    report = {"copy_bytes_s": 4.17e12, "launch_ms": 0.002, "rows": [row, {**row, "op": row["op"] + " (3: 256 threads)"}, decode], "fastest": fastest, "failed": ["online: it broke"]}
+    (tmp_path / "ops.json").write_text(json.dumps(report))
+    results = [{"size": "S", "share": share, "step_ms": 200.0, "tok_s": rate, "peak_gb": 16.6, "first_step_s": 8.5} for share, rate in ((0.7, 44000.0), (0.3, 57000.0))]
+    (tmp_path / "train.json").write_text(json.dumps({"results": results}))
+    (tmp_path / "eager.json").write_text("torn")
+    (tmp_path / "parts.txt").write_text("build 0 40\nops 1 90 2 failed, 100 passed in 80 s\nlong - 0 no time was left\n")
+    command = [sys.executable, str(CUDA / "session_table.py"), str(tmp_path), str(tmp_path / "parts.txt")]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert [line[:4].strip() for line in lines] == ["copy", "ok", "MISS", "ok", "ok", "MISS", "FAIL", "ok", "MISS", "MISS"]
+    assert "fastest   0.0138 ms  87.0% (3: 256 threads)" in lines[1] and "1.30 times the rate" in lines[5]
