@@ -93,11 +93,11 @@ def plain_seconds(url: str, samples: list[Sample], concurrency: int, timeout_s: 
     return time.monotonic() - start
 
 
-def extract_once(config: Config, plan: Prompts, url: str, folder: Path, store: Path, identity: dict[str, Any]) -> tuple[float, Any]:
-    """Extract the whole plan into a fresh store; seconds and outcome."""
+def extract_once(config: Config, plan: Prompts, urls: list[str], folder: Path, store: Path, identity: dict[str, Any]) -> tuple[float, Any]:
+    """Extract the whole plan from these servers into a fresh store; seconds and outcome."""
     shutil.rmtree(store, ignore_errors=True)
     writer = StoreWriter(store, {**identity, "model_hash": "bench"}, int(config.extract.shard_gb * 2**30))
-    outcome = Extraction(config, plan, order(plan.jobs), writer, [url], folder, identity).run()
+    outcome = Extraction(config, plan, order(plan.jobs), writer, urls, folder, identity).run()
     if outcome.failed:
         raise UserError(f"{len(outcome.failed)} samples failed, the first: {next(iter(outcome.failed.values()))}")
     return outcome.seconds, outcome
@@ -136,7 +136,7 @@ def bench_server(config: Config, args: argparse.Namespace, store: Path) -> dict[
         ordered = [plan.sample(job) for job in order(plan.jobs)]  # the same prompts in the same order on both sides
         for turn in range(args.rounds):
             plain.append(tokens / plain_seconds(url, ordered, lanes, config.extract.request_timeout_s))
-            seconds, outcome = extract_once(config, plan, url, folder, store / "store", identity)
+            seconds, outcome = extract_once(config, plan, [url], folder, store / "store", identity)
             extract.append(tokens / seconds)
             print(f"round {turn + 1}: plain {plain[-1]:,.0f} tok/s, extraction {extract[-1]:,.0f} tok/s ({extract[-1] / plain[-1]:.3f})", flush=True)
         counters = [info.get("counters") for info in capture_info(folder)]
@@ -192,7 +192,7 @@ def bench_ceiling(config: Config, args: argparse.Namespace, store: Path) -> dict
                 raise UserError(f"the stand-in server did not start on port {port}; choose another with --port")
             time.sleep(0.05)
         warm = Prompts(make_prompts(2 * config.extract.max_in_flight, args.tokens[0], args.tokens[0], 1000, 1))
-        extract_once(config, warm, url, folder, store / "store", identity)  # the stand-in writes its files
+        extract_once(config, warm, [url], folder, store / "store", identity)  # the stand-in writes its files
         rates, client_rates, cpu = [], [], []
         size = sum(job.tokens * 3 + job.final_rows for job in plan.jobs) * args.hidden * 2
         workers = args.threads or default_workers()
@@ -200,7 +200,7 @@ def bench_ceiling(config: Config, args: argparse.Namespace, store: Path) -> dict
             shutil.rmtree(store / "store", ignore_errors=True)
             rates.append(write_rate(store, size, workers))
             before = os.times()
-            seconds, outcome = extract_once(config, plan, url, folder, store / "store", identity)
+            seconds, outcome = extract_once(config, plan, [url], folder, store / "store", identity)
             after = os.times()
             cpu.append(after.user + after.system - before.user - before.system)
             client_rates.append(size / seconds)

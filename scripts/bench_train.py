@@ -95,16 +95,18 @@ class Bench:
 
 def measure(name: str, args: argparse.Namespace, device: torch.device, dtype: torch.dtype, share: float, fast: bool, group: Group) -> dict:
     """Time `args.steps_timed` steps of one size."""
-    gc.collect()
-    bench = Bench(SIZES[name], args, device, dtype, group)
     losses = []
     if args.curve:
-        bench.start(fast)
-        losses = bench.curve(share, args.curve)
-        gc.collect()
+        curved = Bench(SIZES[name], args, device, dtype, group)
+        curved.start(fast)
+        losses = curved.curve(share, args.curve)
+        del curved
+    gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    bench = Bench(SIZES[name], args, device, dtype, group)
     bench.start(fast)
     batches = bench.batches(share, 0)
     tokens, rows, passes = bench.totals(batches)
@@ -133,6 +135,7 @@ def measure(name: str, args: argparse.Namespace, device: torch.device, dtype: to
     if device.type == "cuda":
         result["peak_gb_by_rank"] = [row[0] / 2**30 for row in group.table([torch.cuda.max_memory_allocated()])]
         result["peak_gb"] = max(result["peak_gb_by_rank"])
+        result["before_gb"] = before / 2**30  # what an earlier size left behind: it is in the peak
     if args.profile:
         result["parts_ms"] = profile_parts(step, device)
     return result

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from aerie.config import Config, add_config_arguments, config_from_args
 from aerie.errors import EXIT_INTERRUPTED, UserError, run_main
 from aerie.extract_plan import make_plan, state_bytes
+from aerie.gpus import training_env
 from aerie.identity import read_model_config, text_config
 from aerie.pipeline import script_command
 
@@ -34,6 +35,7 @@ class End:
 
     name: str
     command: list[str]
+    env: dict[str, str] = field(default_factory=dict)  # on top of ours
     process: subprocess.Popen | None = None
     restarts: int = 0
     started: float = 0.0
@@ -42,7 +44,7 @@ class End:
 
     def start(self) -> None:
         self.started = time.monotonic()
-        self.process = subprocess.Popen(self.command, env=os.environ | {"PY": sys.executable})
+        self.process = subprocess.Popen(self.command, env=os.environ | {"PY": sys.executable} | self.env)
 
     def stop(self) -> None:
         """Ask it to end as Ctrl-C does (both keep what is done), and wait."""
@@ -61,6 +63,12 @@ def store_size(config: Config) -> int:
     model = text_config(read_model_config(config.model_path))
     item = 1 if config.extract.dtype == "fp8" else 4 if config.target.dtype == "float32" else 2
     return state_bytes(plan.jobs, len(config.target.aux_layer_ids), int(model["hidden_size"]), item)
+
+
+def training(config: Config, overrides: list[str], *flags: str) -> End:
+    """The trainer's end, with train.gpus in its environment (several GPUs: it starts a process on each itself)."""
+    gpus = config.train.gpus
+    return End("training", script_command(config, overrides, "03_train.py", flags), training_env(gpus) if len(gpus) == 1 else {})
 
 
 def watch(ends: list[End]) -> int:
@@ -118,9 +126,9 @@ def main() -> int:
     extract = End("extraction", script_command(config, args.overrides, "02b_extract_hidden_states_sglang.py"))
     if fits and config.train.epochs != 1:
         print(f"the store of {size / 1e9:.2f} GB is kept whole and read {config.train.epochs} times: training starts when extraction is done", flush=True)
-        return watch([extract]) or watch([End("training", script_command(config, args.overrides, "03_train.py"))])
+        return watch([extract]) or watch([training(config, args.overrides)])
     print(f"the store of {size / 1e9:.2f} GB " + ("is kept whole" if fits else f"passes through {config.extract.keep_gb:g} GB") + "; training starts with the first shard", flush=True)
-    return watch([extract, End("training", script_command(config, args.overrides, "03_train.py", ("--stream",)))])
+    return watch([extract, training(config, args.overrides, "--stream")])
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 from aerie import gpus
 from aerie.config import load_config
 from aerie.errors import UserError
+from aerie.paths import ROOT
 from aerie.servers import Server
 from cpu_tools import write_config
 
@@ -68,6 +70,18 @@ def test_torchrun_gives_every_process_the_gpus():
     command[command.index("--") : command.index("--") + 1] = ["--no-python", "--", sys.executable]
     done = subprocess.run(command, env=os.environ | gpus.training_env([3, 5], {}), capture_output=True, text=True, timeout=120, check=True)
     assert sorted(line for line in done.stdout.splitlines() if line.startswith("seen")) == ["seen 0 3,5 ['--resume']", "seen 1 3,5 ['--resume']"]
+
+
+def test_run_stream_shows_each_process_its_gpus(config_of):
+    """What make stream starts: the trainer's process is shown its GPU, the client of the extraction needs none."""
+    spec = importlib.util.spec_from_file_location("run_stream", ROOT / "scripts" / "run_stream.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["run_stream"] = module
+    spec.loader.exec_module(module)
+    end = module.training(config_of("server.gpus=[0]", "train.gpus=[1]"), [], "--stream")
+    end.command = [sys.executable, "-c", "import os, sys; sys.exit(os.environ['CUDA_VISIBLE_DEVICES'] != '1')"]
+    assert module.watch([end]) == 0
+    assert module.training(config_of("train.gpus=[1,2]"), []).env == {}  # 03_train.py starts a process on each
 
 
 def test_apart_means_no_gpu_in_common(config_of):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import sys
 import time
 import traceback
 from pathlib import Path
@@ -49,3 +51,13 @@ class Parts:
 def scalars(result: dict[str, Any]) -> dict[str, Any]:
     """The plain values of a result, numbers to four digits."""
     return {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in result.items() if isinstance(value, (str, int, float, bool))}
+
+
+def without_multicast() -> dict[str, str]:
+    """Environment of everything that runs over several GPUs: no NVLink multicast, which not every shared host allows."""
+    return {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+
+
+def end_on_sigterm() -> None:
+    """A `timeout` around the script ends it as its own end does: servers are stopped, the summary is printed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -1,0 +1,154 @@
+#!/usr/bin/env python3
+"""Target on one GPU, trainer on the other, through the streaming store (about three minutes): `make data stream check` as a user calls them.
+
+Run by hand on a machine with two GPUs whose Python has SGLang and the capture patch: tests/gpu/two_stream.py OUT. Every part goes on when another fails. Writes
+OUT/two_stream.json, prints a JSON line a part. The target is random, in SmolLM2-135M's shape with the tiny tokenizer's vocabulary. Without a GPU: a tiny one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests"), str(ROOT / "tests" / "gpu")]
+
+from aerie.config import load_config  # noqa: E402
+from aerie.servers import Server, has_gpu  # noqa: E402
+from aerie.tiny import CONFIGS, VOCAB  # noqa: E402
+from cpu_tools import write_config  # noqa: E402
+from gpu_parts import Parts, end_on_sigterm, without_multicast  # noqa: E402
+
+GPU = has_gpu()
+ARGS = {
+    "attention-backend": "triton", "sampling-backend": "pytorch", "grammar-backend": "none", "mem-fraction-static": 0.5, "max-total-tokens": 131072, "context-length": 2048,
+    "disable-cuda-graph": True, "max-running-requests": 64,
+}  # fmt: skip
+CHATS, HELDOUT, KEEP_GB, SHARD_GB = (320, 20, 0.04, 0.004) if GPU else (20, 4, 0.0012, 0.0002)
+
+
+def make_target(folder: Path) -> str:
+    """Random weights; bf16 on a GPU."""
+    import capture_gpu
+
+    capture_gpu.SHAPES["stream"] = CONFIGS["llama"] | ({key: value for key, value in capture_gpu.SHAPES["smollm2"].items() if key != "vocab_size"} | {"vocab_size": VOCAB} if GPU else {})
+    return str(capture_gpu.make_model("stream", folder))
+
+
+def gpus_of(word: str) -> dict[str, list[int]]:
+    """CUDA_VISIBLE_DEVICES of the processes whose command line holds `word`: value -> their ids."""
+    found: dict[str, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if word not in (folder / "cmdline").read_text().replace("\0", " "):
+                continue
+            environ = dict(line.partition("=")[::2] for line in (folder / "environ").read_text().split("\0"))
+        except (OSError, UnicodeDecodeError):
+            continue
+        found.setdefault(environ.get("CUDA_VISIBLE_DEVICES", "all"), []).append(int(folder.name))
+    return found
+
+
+class Watch(threading.Thread):
+    """While the stream runs: memory in use on each GPU at its highest, and which GPUs the trainer was shown."""
+
+    def __init__(self, run: str):
+        super().__init__(daemon=True)
+        self.run_name, self.over = run, threading.Event()
+        self.used: dict[int, int] = {}
+        self.trainer: set[str] = set()
+
+    def run(self) -> None:
+        while not self.over.wait(0.5):
+            self.trainer |= {value for value, pids in gpus_of("03_train.py").items() if any(self.run_name in self.line(pid) for pid in pids)}
+            if GPU:
+                text = subprocess.run(["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits"], capture_output=True, text=True, check=False).stdout
+                for index, used in (map(int, line.split(",")) for line in text.strip().splitlines()):
+                    self.used[index] = max(self.used.get(index, 0), used)
+
+    @staticmethod
+    def line(pid: int) -> str:
+        try:
+            return Path(f"/proc/{pid}/cmdline").read_text()
+        except OSError:
+            return ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seconds", type=float, default=200.0, help="no part begins after that (default: %(default)s)")
+    args = parser.parse_args()
+    end_on_sigterm()
+    out = args.out.absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    os.environ |= {"AERIE_RUNS_DIR": str(out / "runs"), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"} | without_multicast()
+    run = f"two-stream-{os.getpid()}"
+    prompts = [json.loads(line) for line in (ROOT / "configs" / "demo_prompts.jsonl").read_text().splitlines()[:CHATS]]
+    (out / "chats.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    path = write_config(
+        out / f"{run}.toml", out / "stream-model", [1, 14, 26] if GPU else [1, 2, 4], target={"dtype": "bfloat16" if GPU else "float32"},
+        server={"args": ARGS if GPU else {}, "gpus": [0], "ready_timeout_s": 180.0},
+        data={"inputs": [str(out / "chats.jsonl")], "max_new_tokens": 96 if GPU else 16, "heldout": HELDOUT, "max_tokens": 1024, "concurrency": 64 if GPU else 8},
+        extract={"proof_samples": 8, "keep_gb": KEEP_GB, "shard_gb": SHARD_GB}, draft={"vocab_size": 256},
+        train={"gpus": [1], "ttt_steps": 7 if GPU else 3, "epochs": 1, "batch_tokens": 2048 if GPU else 256, "eval_samples": HELDOUT, "lr": 1e-3, "checkpoint_every": 5},
+    )  # fmt: skip
+    config = load_config(str(path), run)
+    parts = Parts(out / "two_stream.json", args.seconds, gpu=GPU, cores=os.cpu_count())
+
+    def make(target: str, seconds: float) -> dict[str, Any]:
+        log = out / f"make-{target}.log"
+        with open(log, "wb") as file:
+            code = subprocess.run(
+                ["make", "-C", str(ROOT), target, f"CONFIG={path}", f"RUN={run}", f"PY={sys.executable}"], stdout=file, stderr=subprocess.STDOUT, timeout=seconds, check=False,
+            ).returncode  # fmt: skip
+        if code:
+            raise RuntimeError(f"exit code {code}: {log.read_text(errors='replace')[-500:]}")
+        return {"last": log.read_text(errors="replace").strip().splitlines()[-1][:150]}
+
+    def stream() -> dict[str, Any]:
+        watch, start = Watch(run), time.monotonic()
+        watch.start()
+        try:
+            make("stream", 150)
+            seconds = time.monotonic() - start
+            server = Server.find(config, "extraction")
+            shown = gpus_of(f"--port {config.server.port}") if server else {}
+        finally:
+            watch.over.set()
+            watch.join(5)
+        train, store = (json.loads((config.run.root / part / "report.json").read_text()) for part in ("drafter", "store"))
+        consumed = len(set((config.run.store / "consumed.log").read_text().split())) if (config.run.store / "consumed.log").exists() else 0
+        wanted = json.loads((config.run.data / "report.json").read_text())["splits"]["train"]["rows"]
+        return {
+            "accounting": store["accounting"], "trained_samples": train["samples"], "train_samples": wanted, "consumed_shards": consumed, "stream_seconds": seconds,
+            "server_gpus": ",".join(sorted(shown)), "trainer_gpus": ",".join(sorted(watch.trainer)), "used_mib": watch.used, "trainer_peak_bytes": train.get("peak_gpu_bytes", 0),
+            "train_tok_s": train["train_tok_s"], "extract_tok_s": store["extract_tok_s"],
+            "right": train["samples"] == wanted and consumed > 0 and sorted(shown) == ["0"] and watch.trainer == {"1"},
+        }  # fmt: skip
+
+    try:
+        parts("target", lambda: make_target(out / "stream-model"))
+        if parts("data", lambda: make("data", 240)) is not None:
+            parts("stream", stream)
+            parts("check", lambda: make("check", 60))
+    finally:
+        if (server := Server.find(config, "extraction")) is not None:
+            (out / "two-stream-server.log").write_bytes(server.log.read_bytes()[-200_000:])
+            server.stop()
+        shutil.rmtree(config.run.store, ignore_errors=True)
+        parts.summary((
+            "right", "accounting", "trained_samples", "train_samples", "consumed_shards", "stream_seconds", "server_gpus", "trainer_gpus", "train_tok_s", "extract_tok_s", "trainer_peak_bytes", "last",
+        ))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
