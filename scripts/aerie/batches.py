@@ -214,7 +214,8 @@ class Reader:
 
     def read(self, batches: Sequence[Sequence[int]]) -> Iterator[Batch | None]:
         """Batches in order, up to `ahead` of them built before they are asked for: by one thread on a CPU, whose cores train, by `ahead` beside a GPU."""
-        pool = ThreadPoolExecutor(self.ahead if self.pin else 1, thread_name_prefix="reader")
+        device = ({"initializer": torch.cuda.set_device, "initargs": (torch.cuda.current_device(),)}) if self.pin else {}  # else pinning would open the first GPU in every process
+        pool = ThreadPoolExecutor(self.ahead if self.pin else 1, thread_name_prefix="reader", **device)
         waiting: deque = deque()
         left = iter(batches)
         try:

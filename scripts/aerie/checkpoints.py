@@ -31,10 +31,13 @@ def save_checkpoint(root: Path, step: int, best_step: int, drafter: Drafter, opt
 
     Every process must call this; the first one writes.
     """
-    tensors = {f"model.{name}": whole(parameter.detach()) for name, parameter in drafter.named_parameters()}
+    tensors = {"rng": torch.get_rng_state()}
     for name, parameter in drafter.named_parameters():
-        tensors |= {f"optimizer.{name}.{key}": whole(value) for key, value in optimizer.state.get(parameter, {}).items()}
-    tensors["rng"] = torch.get_rng_state()
+        state_of = optimizer.state.get(parameter, {})
+        for key, value in ((f"model.{name}", parameter.detach()), *((f"optimizer.{name}.{key}", value) for key, value in state_of.items())):
+            full = whole(value)  # one at a time: with FSDP no GPU holds more than one of them whole
+            if group.rank == 0:
+                tensors[key] = full.cpu()
     if group.rank == 0:
         write_checkpoint(root, step, best_step, tensors, state)
     group.barrier()
@@ -48,7 +51,7 @@ def write_checkpoint(root: Path, step: int, best_step: int, tensors: dict[str, T
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        tensors = {name: value.cpu().contiguous() for name, value in tensors.items()}
+        tensors = {name: value.contiguous() for name, value in tensors.items()}
         save_file(tensors, temporary / "tensors.safetensors")
         with open(temporary / "tensors.safetensors", "rb") as file:
             os.fsync(file.fileno())

@@ -43,7 +43,7 @@ LLAMA = CONFIGS["llama"] | {
     "max_position_embeddings": 8192, "dtype": "bfloat16",
 }  # fmt: skip
 LAYER_IDS, VOCAB, HIDDEN = ([1, 15, 28], 32000, 4096) if GPU else ([1, 2, 4], 320, 64)
-SAMPLES, TOKENS, LANES, ROUNDS = (160, (300, 2000), 24, 2) if GPU else (120, (20, 60), 4, 2)
+SAMPLES, TOKENS, LANES, ROUNDS = (240, (300, 2000), 24, 2) if GPU else (120, (20, 60), 4, 2)
 ARGS = {
     "attention-backend": "triton", "sampling-backend": "pytorch", "grammar-backend": "none", "mem-fraction-static": 0.6, "max-total-tokens": 131072, "context-length": 8192,
     "disable-cuda-graph": True, "chunked-prefill-size": 8192, "max-running-requests": 128, "skip-tokenizer-init": True, "load-format": "dummy",
