@@ -36,7 +36,8 @@ wait "${running[@]}"
 grep -hE '^(FAILED|ERROR|E  |BAD)' "$logs"/ops*.txt "$logs/gradients.txt" | cut -c1-200 | head -30
 
 part bench 190 "$PY" cuda/bench.py --variants --repeats 20 --report "$out/ops.json"
-part train 170 "$PY" scripts/bench_train.py --sizes "${MAIN:-S,K}" --shares 0.7,0.3 --profile --report "$out/train.json"
+part train 170 "$PY" scripts/bench_train.py --sizes "${MAIN:-S,K}" --shares 0.7,0.3 --profile --report "$out/train.json" ||
+    AERIE_DRAFTER_OPS=reference part train-without-ops 120 "$PY" scripts/bench_train.py --sizes "${MAIN:-S,K}" --shares 0.7,0.3 --report "$out/train-without-ops.json"
 part eager 90 "$PY" scripts/bench_train.py --sizes "${EAGER:-S}" --eager "${EAGER:-S}" --report "$out/eager.json"
 part loading 110 "$PY" scripts/bench_train.py --sizes "" --loading "${LOADING:-K,S}" --steps-timed 3 --report "$out/loading.json"
 part long 120 "$PY" scripts/bench_train.py --sizes "${LONG:-M,K8,S16,K16}" --steps-timed 3 --report "$out/long.json"

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The numbers of one GPU: 2,000 chats that SmolLM2 answers, states, drafter, served as a chain and as a tree, benchmark. About 6 minutes on an H200.
 # gpu_benchmark.sh OUT [--set KEY=VALUE]...   Reports, pages and logs go to OUT; a table comes last. Python: PY, else the active venv's, else .venv's.
+# OPS=1 adds the chain served with our drafter ops and with SGLang's own, at 1, 8 and 32 requests (about 3 minutes more, nvcc on the PATH).
 # A part that fails is named at the end and the rest goes on. Everything runs under runs/gpu-bench and is done again each time.
 set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -45,6 +46,10 @@ step bench "$PY" scripts/05_benchmark.py --config $config "${chain[@]}" --prompt
 step bench-tree "$PY" scripts/05_benchmark.py --config $config "${branch[@]}" --set 'bench.concurrency=[1,32]' --prompts heldout
 rm -f "$runs/$tree/baseline.json"
 scripts/04_serve.sh $config "${branch[@]}" --stop; scripts/04_serve.sh $config "${chain[@]}" --stop
+if [ "${OPS:-0}" = 1 ]; then
+    step cuda make -s -j8 -C cuda ARCHS="$("$PY" -c 'import torch; print("%d%d" % torch.cuda.get_device_capability())')"
+    step bench-ops "$PY" scripts/bench_drafter_ops.py --config $config "${chain[@]}" --prompts heldout --report "$out/drafter_ops.json"
+fi
 
 for each in $run $tree; do
     for kind in json html png; do [ -f "$runs/$each/bench/report.$kind" ] && cp "$runs/$each/bench/report.$kind" "$out/$each.$kind"; done

@@ -12,7 +12,7 @@ PARTS = (  # first match wins
     ("loss", ("soft_target", "reduce_kernel", "softmax", "logsumexp", "argmax", "online", "ArgMax", "aerie_")),
     ("update", ("multi_tensor", "adam", "foreach", "lpnorm")),
     ("matrices", ("gemm", "nvjet", "cutlass", "xmma", "cublas", "aten::mm", "aten::addmm", "splitK")),
-    ("norms and gate", ("rms_", "silu")),
+    ("norms and gate", ("rms_", "silu", "drafter_input", "add_weight_sums")),
 )
 
 

@@ -1,0 +1,102 @@
+// Entry points for tests/test_cuda_emulated.py around the kernels' own source, which emulate.py copied here without launches and PTX.
+#include "simt.h"
+
+#include "common.inc"
+#include "soft_target.inc"
+#include "drafter_input.inc"
+#include "fp8.inc"
+#include "topk.inc"
+#include "tree.inc"
+#include "online.inc"
+
+using namespace aerie;
+using bf = __nv_bfloat16;
+
+extern "C" void set_late(int late) { simt::late = late; }
+
+template <int THREADS, int CLUSTER, bool STAGED>
+void soft(Args a, int clusters) {
+    const int share = (a.vd / 8 + CLUSTER - 1) / CLUSTER;
+    simt::launch(dim3(clusters * CLUSTER), THREADS, CLUSTER, 2 * share * 16, [=] { soft_target_resident<THREADS, CLUSTER, STAGED>(a); });
+}
+
+extern "C" int soft_target(int threads, int cluster, int groups, int clusters, const void* draft, int64_t draft_stride, const void* target, int64_t target_stride,
+                           const float* lse, const int64_t* top, const float* weights, const int64_t* rows, int64_t n, int64_t m, int vd, int renormalize,
+                           float* loss, bool* match, float* accept, bool* in_vocab, void* grad, int64_t grad_stride) {
+    const Args a{(const bf*)draft, (const bf*)target, draft_stride, target_stride, grad_stride, lse, top, weights, rows, n, m, vd, renormalize != 0, groups, loss,
+                 match, accept, in_vocab, (bf*)grad};
+    if (cluster == 0) simt::launch(dim3((unsigned)n), WIDE, 1, 0, [=] { soft_target_wide(a); });
+    else if (threads == 256) soft<256, 8, true>(a, clusters);
+    else if (cluster == 1) groups == 1 ? soft<128, 1, false>(a, clusters) : soft<128, 1, true>(a, clusters);
+    else if (cluster == 2) groups == 1 ? soft<128, 2, false>(a, clusters) : soft<128, 2, true>(a, clusters);
+    else if (cluster == 4) groups == 1 ? soft<128, 4, false>(a, clusters) : soft<128, 4, true>(a, clusters);
+    else if (cluster == 8) groups == 1 ? soft<128, 8, false>(a, clusters) : soft<128, 8, true>(a, clusters);
+    else return 1;
+    return 0;
+}
+
+extern "C" void online(int number, const void* chunk, int64_t stride, int64_t n, int c, int64_t start, float* top, float* sum, int64_t* at) {
+    auto go = [&](auto kernel, int threads) { simt::launch(dim3((unsigned)n), threads, 1, 0, [=] { kernel((const bf*)chunk, stride, c, start, top, sum, at); }); };
+    number == 0 ? go(online_update<128, 4>, 128) : number == 1 ? go(online_update<256, 4>, 256) : number == 2 ? go(online_update<256, 2>, 256) : go(online_update<128, 8>, 128);
+}
+
+extern "C" void input_forward(int number, int blocks, const int64_t* ids, const void* table, int64_t v, const void* state, const float* w1, const float* w2, int64_t n,
+                              int h, float eps, void* out) {
+    const Inputs in{ids, true, (const bf*)table, (const bf*)state, h, v, h, w1, w2, true, n, h, eps, true};
+    if (number == 0) simt::launch(dim3((unsigned)n, 2), 128, 1, 0, [=] { drafter_input_forward<128, 4>(in, (bf*)out); });
+    else if (h <= 4096) simt::launch(dim3(blocks, 2), 128, 1, 0, [=] { drafter_input_forward_persistent<128, 4>(in, (bf*)out); });
+    else simt::launch(dim3(blocks, 2), 256, 1, 0, [=] { drafter_input_forward_persistent<256, 4>(in, (bf*)out); });
+}
+
+extern "C" void input_backward(int number, int blocks, const void* grad, const int64_t* ids, const void* table, int64_t v, const void* state, const float* w1,
+                               const float* w2, int64_t n, int h, float eps, void* d_rows, void* d_state, float* d_w1, float* d_w2, float* sums) {
+    const Inputs in{ids, true, (const bf*)table, (const bf*)state, h, v, h, w1, w2, true, n, h, eps, true};
+    auto go = [&](auto kernel, int threads, int bytes) {
+        simt::launch(dim3(2 * blocks), threads, 1, bytes, [=] { kernel(in, (const bf*)grad, 2 * h, (bf*)d_rows, (bf*)d_state, sums); });
+    };
+    if (h <= 4096) number == 3 ? go(drafter_input_backward<256, 2, 3, 3, true>, 256, 49152) : number == 2 ? go(drafter_input_backward<256, 2, 3, 3, false>, 256, 49152) : go(drafter_input_backward<256, 2, 3, 2, false>, 256, 32768);
+    else number == 2 ? go(drafter_input_backward<448, 2, 2, 3, false>, 448, 86016) : go(drafter_input_backward<448, 2, 2, 2, false>, 448, 57344);
+    simt::launch(dim3((2 * h + 31) / 32), 512, 1, 0, [=] { add_weight_sums(sums, blocks, h, d_w1, d_w2, true); });
+}
+
+extern "C" void quantize(int number, int blocks, const void* x, int64_t n, int h, void* q, float* scale) {
+    auto go = [&](auto kernel, int threads) { simt::launch(dim3((unsigned)n), threads, 1, 0, [=] { kernel((const bf*)x, h, h, (uint8_t*)q, scale, true); }); };
+    if (number == 1) simt::launch(dim3(blocks), 128, 1, 0, [=] { quantize_rows_persistent<128, 4>((const bf*)x, h, n, h, (uint8_t*)q, scale); });
+    else number == 0 ? go(quantize_rows<128, 4>, 128) : number == 2 ? go(quantize_rows<64, 8>, 64) : go(quantize_rows<256, 2>, 256);
+}
+
+extern "C" void dequantize(int number, const void* q, const float* scale, int64_t n, int h, void* out) {
+    auto go = [&](auto kernel, int threads) { simt::launch(dim3((unsigned)n), threads, 1, 0, [=] { kernel((const uint8_t*)q, h, scale, h, (bf*)out, true); }); };
+    if (number == 3) simt::launch(dim3((unsigned)((n + 1) / 2)), 128, 1, 0, [=] { dequantize_pairs<128, 4>((const uint8_t*)q, h, scale, n, h, (bf*)out); });
+    else number == 0 ? go(dequantize_rows<128, 4>, 128) : number == 1 ? go(dequantize_rows<256, 2>, 256) : go(dequantize_rows<64, 8>, 64);
+}
+
+template <typename T>
+void best(int number, const T* logits, int64_t stride, const int64_t* d2t, int64_t n, int v, float* log_probs, int64_t* ids, TopkExtras extras) {
+    const dim3 grid((unsigned)n * 8);
+    if (number == 0) simt::launch(grid, 256, 8, 0, [=] { draft_best<T, 8>(logits, stride, d2t, v, log_probs, ids, extras); });
+    else if (number == 1) simt::launch(grid, 256, 8, 0, [=] { draft_best_push<T, 8, 256>(logits, stride, d2t, v, log_probs, ids, extras); });
+    else simt::launch(grid, 512, 8, 0, [=] { draft_best_push<T, 8, 512>(logits, stride, d2t, v, log_probs, ids, extras); });
+}
+
+extern "C" void topk_best(int number, const void* logits, int float32, int64_t stride, const int64_t* d2t, int64_t n, int v, float* log_probs, int64_t* ids,
+                          int64_t* positions, int64_t* tokens) {
+    const TopkExtras extras{false, positions, tokens, 1};
+    float32 ? best<float>(number, (const float*)logits, stride, d2t, n, v, log_probs, ids, extras) : best<bf>(number, (const bf*)logits, stride, d2t, n, v, log_probs, ids, extras);
+}
+
+extern "C" void topk_ranked(const float* logits, const int64_t* d2t, int64_t n, int v, int k, float* log_probs, int64_t* ids) {
+    simt::launch(dim3((unsigned)n * 8), 128, 8, 0, [=] { draft_topk<float, 128>(logits, v, d2t, v, k, log_probs, ids, TopkExtras{false, nullptr, nullptr, 0}); });
+}
+
+extern "C" void tree(const int64_t* parents, int64_t parent_count, const int64_t* selected, const int64_t* lengths, bool* mask, int64_t mask_size, int64_t* positions,
+                     int64_t* index, int64_t* next_token, int64_t* next_sibling, int64_t n, int topk, int depth, int nodes) {
+    simt::launch(dim3((unsigned)n), nodes >= 32 ? 1024 : 32 * nodes, 1, (2 * nodes - 1) * 8 + nodes * 4, [=] {
+        build_tree(parents, parent_count, (int)parent_count, selected, nodes - 1, lengths, true, mask, mask_size, positions, index, next_token, next_sibling, topk, depth, nodes, true);
+    });
+}
+
+extern "C" void verify(int* predicts, int64_t count, int* accept_index, int* accept_count, const int64_t* candidates, const int64_t* index, const int64_t* next_token,
+                       const int64_t* next_sibling, const int64_t* target, int64_t n, int nodes, int width) {
+    simt::launch(dim3((unsigned)n), TREE_THREADS, 1, nodes * 20, [=] { verify_tree_greedy(predicts, count, accept_index, accept_count, candidates, index, next_token, next_sibling, target, nodes, width); });
+}
