@@ -118,7 +118,7 @@ class Rig:
         self.settings = hook.Settings(str(folder), layer_ids, **{"budget_mb": 1, "writers": 2, **settings})
         hook.open_folder(str(folder))
         self.switch = hook.find_layers(self.model, layer_ids)
-        metadata = {"kind": "aerie-dump", "format": "1", "capture_points": str(self.switch.points), "dtype": "fp8" if self.settings.dtype == "fp8" else "float32", "normed": "true"}
+        metadata = {"kind": "aerie-dump", "format": "2", "capture_points": str(self.switch.points), "dtype": "fp8" if self.settings.dtype == "fp8" else "float32", "normed": "true"}
         self.counters = hook.Counters()
         self.writer = hook.Writer(self.settings, metadata, hook.Ring(self.settings.budget_mb << 20, False), self.counters, torch.device("cpu"))
         self.capture = hook.Capture(self.switch, self.settings, (Mode.EXTEND, Mode.MIXED), self.writer, torch.device("cpu"))

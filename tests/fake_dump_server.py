@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+import zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from safetensors import safe_open
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
-FAULTS = ("nan", "inf", "token", "row", "torn", "header", "rid", "slow", "error", "nodump", "http500", "garbage", "die", "late")
+FAULTS = ("nan", "inf", "token", "row", "torn", "header", "flip", "rid", "slow", "error", "nodump", "http500", "garbage", "die", "late")
 ITEM = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}
 STATE = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "fp8": "F8_E4M3"}
 
@@ -43,6 +44,13 @@ def encode(values: np.ndarray, dtype: str) -> np.ndarray:
     return values.astype({"float32": np.float32, "float16": np.float16}[dtype])
 
 
+def checksum(rows: np.ndarray) -> str:
+    """[T] or [T, H] -> 16 hex digits: sum over rows of (2 row + 1) * (the row's 32-bit words added mod 2^32), mod 2^64. Widths of whole words only."""
+    words = np.frombuffer(np.ascontiguousarray(rows).tobytes(), np.uint32).reshape(len(rows), -1)
+    each = words.astype(np.uint64).sum(1) % np.uint64(1 << 32)
+    return f"{int((each * (2 * np.arange(len(rows), dtype=np.uint64) + np.uint64(1))).sum(dtype=np.uint64)):016x}"
+
+
 class Fake:
     """What the handlers share."""
 
@@ -56,16 +64,17 @@ class Fake:
         self.lock = threading.Lock()
         self.busy = threading.Lock()
         self.head: np.ndarray | None = None
-        self.payload: dict[int, np.ndarray] = {}
+        self.payload: dict[int, list[np.ndarray]] = {}  # --pool: the states of all files of this length
         self.pool: dict[int, list[Path]] = {}
+        self.pool_sums: dict[int, dict[str, str]] = {}
 
     def metadata(self, rid: str, rows: int) -> dict[str, str]:
         args = self.args
         ids, points = json.dumps(args.layer_ids), json.dumps([layer + 1 for layer in args.layer_ids])
         return {
-            "kind": "aerie-dump", "format": "1", "model_path": args.model, "model_class": "Fake", "sglang_version": "fake",
+            "kind": "aerie-dump", "format": args.format, "model_path": args.model, "model_class": "Fake", "sglang_version": "fake",
             "aux_layer_ids": ids, "capture_points": points,
-            "normed": "true", "dtype": args.dtype, "logits": "{}", "rid": rid, "rows": str(rows),
+            "normed": "true", "dtype": args.dtype, "logits": "{}", "rid": rid, "rows": str(rows), "checksums": "",
         }  # fmt: skip
 
     def choices(self, final: np.ndarray) -> list[int]:
@@ -75,22 +84,24 @@ class Fake:
                 self.head = file.get_tensor(name).astype(np.float64)
         return [int(token) for token in (final.astype(np.float64) @ self.head.T).argmax(1)]
 
-    def header(self, rid: str, rows: int) -> tuple[bytes, dict[str, int]]:
-        """Header bytes (8 aligned) and where each tensor starts behind it."""
+    def header(self, rid: str, rows: int, sums: dict[str, str]) -> bytes:
+        """Header bytes (8 aligned) of a dump whose tensors have these checksums."""
         hidden, kind = self.args.hidden, STATE[self.args.dtype]
         names = [*(f"aux_{n}" for n in range(len(self.args.layer_ids))), "final"]
         fields = [("input_ids", "I32", [rows], 4 * rows)]
         if self.args.dtype == "fp8":
             fields += [(f"{name}_scale", "F32", [rows], 4 * rows) for name in names]
         fields += [(name, kind, [rows, hidden], rows * hidden * ITEM[kind]) for name in names]
-        entries, starts, at = {"__metadata__": self.metadata(rid, rows)}, {}, 0
+        entries, at = {"__metadata__": self.metadata(rid, rows)}, 0
         for name, dtype, shape, size in fields:
             entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
-            starts[name] = at
             at += size
         text = json.dumps(entries).encode()
-        text += b" " * (-(len(text) + 8) % 512)
-        return len(text).to_bytes(8, "little") + text, starts
+        values = " ".join(f"{name}:{sums[name]}" for name, *_ in fields)
+        text += b" " * (-(len(text) + len(values) + len(" header:01234567") + 8) % 512)
+        values += f" header:{zlib.crc32(text):08x}"
+        text = text.replace(b'"checksums": ""', b'"checksums": "' + values.encode() + b'"', 1)
+        return len(text).to_bytes(8, "little") + text
 
     def write(self, rid: str, ids: np.ndarray, kind: str) -> None:
         """One dump with one fault or none."""
@@ -100,15 +111,15 @@ class Fake:
             rid_inside = rid
         if kind == "row":
             ids = ids[:-1]
-        head, _ = self.header(rid_inside, len(ids))
         shown = ids.copy()
         if kind == "token":
             shown[len(shown) // 2] += 1
-        parts = [shown.astype(np.int32).tobytes()]
+        parts = {"input_ids": shown.astype(np.int32)}
         layers = len(self.args.layer_ids) + 1
+        names = [*(f"aux_{layer}" for layer in range(layers - 1)), "final"]
         if self.args.dtype == "fp8":
-            parts += [np.full(len(ids), 0.5, np.float32).tobytes()] * layers
-        for layer in range(layers):
+            parts |= {f"{name}_scale": np.full(len(ids), 0.5, np.float32) for name in names}
+        for layer, name in enumerate(names):
             values = known_states(ids, layer, self.args.hidden)
             if self.args.wrong_final and layer == layers - 1:
                 values = values[::-1]
@@ -116,8 +127,12 @@ class Fake:
                 values[len(ids) // 2, 1] = np.nan
             if kind == "inf" and layer == layers - 1:
                 values[-1, 0] = np.nan if self.args.dtype == "fp8" else np.inf
-            parts.append(encode(values, self.args.dtype).tobytes())
-        data = head + b"".join(parts)
+            parts[name] = encode(values, self.args.dtype)
+        head = self.header(rid_inside, len(ids), {name: checksum(part) for name, part in parts.items()})
+        data = head + b"".join(part.tobytes() for part in parts.values())
+        if kind == "flip":  # a small mistake: the value stays finite, and near
+            place = len(head) + 4 * len(ids) + (self.count * 7919) % (len(data) - len(head) - 4 * len(ids))
+            data = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
         if kind == "torn":
             data = data[: len(data) * 2 // 3]
         if kind == "header":
@@ -131,23 +146,28 @@ class Fake:
 
     def pooled(self, rid: str, ids: np.ndarray) -> None:
         """As fast as memory allows: a file of this length that was written before and that the client has deleted since gets a new header, ids and name."""
-        rows = len(ids)
+        rows, layers = len(ids), len(self.args.layer_ids) + 1
+
+        def head() -> bytes:
+            return self.header(rid, rows, {**self.pool_sums[rows], "input_ids": checksum(ids.astype(np.int32))})
+
         with self.lock:
             free = self.pool.setdefault(rows, [])
             path = next((item for item in free if item.stat().st_nlink == 1), None)
             if path is None:
                 path = self.folder / f".pool.{rows}.{len(free)}"
                 free.append(path)
-                head, _ = self.header(rid, rows)
+                if rows not in self.payload:
+                    self.payload[rows] = [encode(known_states(ids, layer, self.args.hidden), self.args.dtype) for layer in range(layers)]
+                    self.pool_sums[rows] = {name: checksum(part) for name, part in zip([*(f"aux_{layer}" for layer in range(layers - 1)), "final"], self.payload[rows])}
                 with open(path, "wb") as file:
-                    file.write(head + ids.astype(np.int32).tobytes())
-                    for layer in range(len(self.args.layer_ids) + 1):
-                        file.write(encode(known_states(ids, layer, self.args.hidden), self.args.dtype).tobytes())
+                    file.write(head() + ids.astype(np.int32).tobytes())
+                    for part in self.payload[rows]:
+                        file.write(part)
             target = self.folder / f".{rid}.tmp"
             os.link(path, target)  # reserved from here on
-        head, _ = self.header(rid, rows)
         fd = os.open(path, os.O_WRONLY)
-        os.pwrite(fd, head + ids.astype(np.int32).tobytes(), 0)
+        os.pwrite(fd, head() + ids.astype(np.int32).tobytes(), 0)
         os.close(fd)
         target.rename(self.folder / f"{rid}.safetensors")
 
@@ -236,6 +256,7 @@ def main() -> None:
     parser.add_argument("--slow-s", type=float, default=3.0)
     parser.add_argument("--tok-s", type=float, default=0.0, help="prefill speed; 0: at once")
     parser.add_argument("--pool", action="store_true", help="reuse written files: the producer costs almost nothing")
+    parser.add_argument("--format", default="2", help="of the dumps, as their metadata says it")
     parser.add_argument("--wrong-final", action="store_true", help="the rows of final in reverse order")
     parser.add_argument("--log", default="", help="a line a request")
     serve(parser.parse_args())

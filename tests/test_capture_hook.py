@@ -516,6 +516,7 @@ def test_what_a_server_says_of_itself(rig: Callable[..., Rig], monkeypatch: pyte
     rid = name(3)
     one.run((rid, [1, 2, 3], 0))
     check(one, rid, [1, 2, 3])
+    one.close()  # the counters follow the file
     monkeypatch.setattr(hook.time, "sleep", lambda _: (_ for _ in ()).throw(SystemExit))  # one turn of the loop
     with caplog.at_level("INFO"), pytest.raises(SystemExit):
         hook.watch(one.capture, one.writer)

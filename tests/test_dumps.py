@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import json
+import zlib
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from aerie.dumps import DTYPE_NAMES, DumpError, check_dump, first_bad_row, read_dump, read_error
+from aerie.dumps import DTYPE_NAMES, DumpError, check_dump, first_bad_row, look_through, read_dump, read_error, rows_sum
+from capture_fakes import load_hook
 
 RID = "aerie.t.0123456789abcdef.00000001.6"
 IDENTITY = {"aux_layer_ids": [1, 2, 3], "capture_points": [2, 3, 4], "hidden_size": 16, "logits": {}}
 
 
+def naive_sum(tensor: torch.Tensor, first: int = 0) -> int:
+    """The checksum by its definition, with Python's own numbers."""
+    total = 0
+    for place, row in enumerate(tensor):
+        data = bytes(row.reshape(-1).view(torch.uint8).tolist())
+        size = 4 if len(data) % 4 == 0 else 2 if len(data) % 2 == 0 else 1
+        words = sum(int.from_bytes(data[at : at + size], "little") for at in range(0, len(data), size))
+        total += (2 * (first + place) + 1) * (words % 2**32)
+    return total % 2**64
+
+
 def write(path, dtype=torch.float32, change=lambda tensors, metadata: None):
+    """A dump, changed before its checksums are made: what a server would write that went wrong itself."""
     torch.manual_seed(0)
     tensors = {"input_ids": torch.arange(6, dtype=torch.int32)}
     for name in ("aux_0", "aux_1", "aux_2", "final"):
@@ -23,11 +39,15 @@ def write(path, dtype=torch.float32, change=lambda tensors, metadata: None):
         if dtype == torch.float8_e4m3fn:
             tensors[f"{name}_scale"] = torch.rand(6) + 0.5
     metadata = {
-        "kind": "aerie-dump", "format": "1", "rid": RID, "aux_layer_ids": "[1, 2, 3]", "capture_points": "[2, 3, 4]", "normed": "true", "logits": "{}",
+        "kind": "aerie-dump", "format": "2", "rid": RID, "aux_layer_ids": "[1, 2, 3]", "capture_points": "[2, 3, 4]", "normed": "true", "logits": "{}",
         "rows": "6", "dtype": DTYPE_NAMES[dtype],
     }  # fmt: skip
     change(tensors, metadata)
-    save_file(tensors, path, metadata=metadata)
+    value = " ".join(f"{name}:{naive_sum(tensor):016x}" for name, tensor in tensors.items())
+    plain = save(tensors, metadata | {"checksums": value + " header:00000000"})
+    length = int.from_bytes(plain[:8], "little")
+    bare = plain[8 : 8 + length].replace((value + " header:00000000").encode(), b"")
+    path.write_bytes(plain.replace(b"header:00000000", f"header:{zlib.crc32(bare):08x}".encode(), 1))
     return path
 
 
@@ -81,6 +101,78 @@ def test_a_scale_that_is_not_finite_is_found(tmp_path):
     path = write(tmp_path / "d", torch.float8_e4m3fn, lambda t, m: t["aux_1_scale"][3:4].fill_(float("nan")))
     with pytest.raises(DumpError, match="aux_1 holds a value that is not finite in row 3"):
         check_dump(read_dump(path), RID, np.arange(6, dtype=np.int32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_every_flipped_byte_is_found(tmp_path, dtype):
+    """Each byte of the file, wherever it lies: header, its length, metadata, padding, ids, states, scales. One bit, the sign of a byte, all bits."""
+    path, other = write(tmp_path / "d", dtype), tmp_path / "flipped"
+    data, ids = path.read_bytes(), np.arange(6, dtype=np.int32)
+    for place in range(len(data)):
+        mask = (0x01, 0x80, 0xFF, 0x20)[place % 4]
+        other.write_bytes(data[:place] + bytes([data[place] ^ mask]) + data[place + 1 :])
+        with pytest.raises(DumpError):
+            check_dump(read_dump(other), RID, ids)
+            raise AssertionError(f"byte {place} of {len(data)} changed unseen")
+    other.write_bytes(data)
+    check_dump(read_dump(other), RID, ids)
+
+
+def test_a_flipped_byte_is_named_by_its_tensor(tmp_path):
+    path = write(tmp_path / "d", torch.bfloat16)
+    data = path.read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    for name in ("input_ids", "aux_0", "aux_2", "final"):
+        place = 8 + int.from_bytes(data[:8], "little") + header[name]["data_offsets"][1] - 2  # low byte of the last value: it stays finite
+        path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        with pytest.raises(DumpError, match=f"{name} is not as the server wrote it"):
+            check_dump(read_dump(path), RID, np.arange(6, dtype=np.int32))
+
+
+def test_rows_in_each_others_place_and_swapped_tensors_are_found(tmp_path):
+    path = write(tmp_path / "d")
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    places = {name: [start + at for at in item["data_offsets"]] for name, item in json.loads(data[8:start]).items() if name != "__metadata__"}
+    (a, a_end), (b, b_end) = places["aux_0"], places["aux_1"]
+    swapped = bytearray(data)
+    swapped[a:a_end], swapped[b:b_end] = data[b:b_end], data[a:a_end]
+    rows = bytearray(data)
+    rows[a : a + 64], rows[a + 64 : a + 128] = data[a + 64 : a + 128], data[a : a + 64]
+    for damaged in (swapped, rows):
+        path.write_bytes(damaged)
+        with pytest.raises(DumpError, match="aux_0 is not as the server wrote it"):
+            check_dump(read_dump(path), RID, np.arange(6, dtype=np.int32))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 40), st.integers(0, 70), st.sampled_from(list(DTYPE_NAMES)), st.integers(0, 2**22), st.randoms(use_true_random=False))
+def test_the_checksum_is_that_of_the_server_and_of_its_definition(rows, width, dtype, first, random):
+    """Both twins against Python's own numbers, whole and in pieces of any size and order; width 0: one value a row."""
+    data = torch.tensor([random.randrange(256) for _ in range(rows * max(width, 1) * dtype.itemsize)], dtype=torch.uint8)
+    tensor = data.view(dtype).view(rows, width) if width else data.view(dtype)
+    wanted = naive_sum(tensor, first)
+    assert rows_sum(tensor, first) == wanted
+    cut = random.randrange(rows + 1)
+    hook, sums = load_hook(), np.zeros(rows, np.uint32)
+    hook.add_words(hook.row_words(data.view(rows, -1).numpy()), sums)
+    assert (hook.rows_sum(sums[cut:], first + cut) + hook.rows_sum(sums[:cut], first)) % 2**64 == wanted
+    if width and not first and dtype != torch.float8_e4m3fn:
+        assert look_through(tensor)[1] == wanted
+
+
+def test_blocks_of_a_large_tensor_are_summed_and_looked_at(monkeypatch):
+    states = torch.randn(1000, 96)
+    monkeypatch.setattr("aerie.dumps.BLOCK_BYTES", 10_000)
+    assert look_through(states) == (None, rows_sum(states)) and rows_sum(states) == naive_sum(states)
+    states[777, 3] = states[900, 1] = float("nan")
+    assert look_through(states) == (777, rows_sum(states))
+
+
+def test_an_older_format_says_what_to_do(tmp_path):
+    path = write(tmp_path / "d", change=lambda tensors, metadata: metadata.update(format="1"))
+    with pytest.raises(DumpError, match="of format '1', this code reads 2: .* run scripts/00_apply_patch.sh and start the server again"):
+        read_dump(path)
 
 
 def test_a_torn_file_is_refused(tmp_path):

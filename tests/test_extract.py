@@ -26,7 +26,7 @@ def test_a_plain_run_and_a_second_one(fake_run):
 
 
 FAULTS = [
-    ("nan:5",), ("inf:5",), ("token:5",), ("row:5",), ("torn:5",), ("header:5",), ("rid:5",), ("error:5",), ("http500:5",), ("garbage:5",), ("late:3",),
+    ("nan:5",), ("inf:5",), ("token:5",), ("row:5",), ("torn:5",), ("header:5",), ("flip:5",), ("rid:5",), ("error:5",), ("http500:5",), ("garbage:5",), ("late:3",),
     ("nan:7", "token:6", "row:5", "error:4"),
 ]  # fmt: skip
 
@@ -41,3 +41,18 @@ def test_bad_dumps_are_asked_for_again(fake_run, faults):
     run.assert_complete()
     if not faults[0].startswith("late"):
         assert run.report()["retries"] > 0
+
+
+def test_a_flipped_byte_never_enters_the_store(fake_run):
+    """The low bit of one byte of a state: nothing but the checksum shows it. Without a second attempt the sample fails by name, with one it is right."""
+    run = fake_run(extract={"attempts": 1})
+    run.start_server("--fault", "flip:6")
+    code, out, err = run.extract_here()
+    assert code == 0, err
+    failed = [json.loads(line) for line in (run.store_path / "failed.jsonl").read_text().splitlines()]
+    assert len(failed) == 4 and all("is not as the server wrote it: checksum" in entry["reason"] for entry in failed)
+    run.end_server()
+    run.start_server()
+    code, out, err = run.extract_here("--only-failed")
+    assert code == 0, err
+    run.assert_complete()

@@ -122,6 +122,10 @@ def test_no_server_no_capture_and_a_wrong_folder_are_said(fake_run):
     run.start_server("--fault", "error:1")
     code, out, err = run.extract_here()
     assert code == 2 and "no room in the budget" in err
+    run.end_server()
+    run.start_server("--format", "1")
+    code, out, err = run.extract_here()
+    assert code == 2 and "the server runs another version of the capture code; run scripts/00_apply_patch.sh and start the server again" in err
     assert not run.store_path.exists()  # nothing half-written
 
 

@@ -1,13 +1,15 @@
 """Read and check what the patched server writes: one safetensors file a request, or a `.error` that says why there is none.
 
 The format is that of patches/hidden_state_dump.py: input_ids [T] int32, aux_0 aux_1 ... [T, H] and final [T, H] in the model's dtype, or as fp8 rows
-(e4m3) with aux_0_scale ... final_scale [T] float32. A file that is there is whole: it appears by rename.
+(e4m3) with aux_0_scale ... final_scale [T] float32. A file that is there is whole: it appears by rename. Its metadata's `checksums` are made by the server's
+writer over what it writes, so a byte that changed on the way is seen, wherever it lies.
 """
 
 from __future__ import annotations
 
 import json
 import time
+import zlib
 from pathlib import Path
 from typing import Any, NamedTuple, Sequence
 
@@ -18,13 +20,14 @@ from safetensors import SafetensorError, safe_open
 from .ops import drafter_ops
 from .rid import Rid, parse_rid
 
-KIND, FORMAT = "aerie-dump", "1"
+KIND, FORMAT = "aerie-dump", "2"
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float8_e4m3fn: "fp8"}
 # Shifted left by one bit (the sign goes), every NaN or Inf is at least this. e4m3 has NaN alone.
 NOT_FINITE = {
     torch.float32: (np.uint32, 0xFF000000), torch.bfloat16: (np.uint16, 0xFF00), torch.float16: (np.uint16, 0xF800), torch.float8_e4m3fn: (np.uint8, 0xFE),
 }  # fmt: skip
 CHUNK = 1 << 16  # values looked at in one go: stays in a core's cache
+BLOCK_BYTES = 1 << 20  # of rows summed and looked at in one go, likewise
 
 
 class DumpError(Exception):
@@ -41,6 +44,7 @@ class Dump(NamedTuple):
     final: torch.Tensor  # [T, H], after the final norm
     aux_scale: list[torch.Tensor]  # one [T] float32 a capture point for fp8 rows, else empty
     final_scale: torch.Tensor | None  # [T] float32 for fp8 rows
+    checksums: dict[str, str] = {}  # what the server's writer says of each tensor: rows_sum, 16 hex digits
 
     @property
     def nbytes(self) -> int:
@@ -116,8 +120,14 @@ def read_dump(path: Path) -> Dump:
     try:
         file = safe_open(path, "pt")
         metadata: dict[str, str] = file.metadata() or {}
-        if metadata.get("kind") != KIND or metadata.get("format") != FORMAT:
-            raise DumpError(f"{path.name} is no dump of format {FORMAT} (kind {metadata.get('kind')!r}, format {metadata.get('format')!r})")
+        if metadata.get("kind") != KIND:
+            raise DumpError(f"{path.name} is no dump (kind {metadata.get('kind')!r})")
+        if metadata.get("format") != FORMAT:
+            raise DumpError(
+                f"{path.name} is a dump of format {metadata.get('format')!r}, this code reads {FORMAT}: the server runs another version of the capture code; "
+                "run scripts/00_apply_patch.sh and start the server again"
+            )
+        checksums = read_checksums(path, metadata.get("checksums", ""))
         points = len(json.loads(metadata["capture_points"]))
         names = {*(f"aux_{index}" for index in range(points)), "final"}
         scales = {f"{name}_scale" for name in names} if metadata["dtype"] == "fp8" else set()
@@ -126,7 +136,7 @@ def read_dump(path: Path) -> Dump:
         tensors = {name: file.get_tensor(name) for name in file.keys()}
     except FileNotFoundError:
         raise DumpError(f"{path} does not exist") from None
-    except (SafetensorError, OSError, KeyError, json.JSONDecodeError) as exc:
+    except (SafetensorError, OSError, KeyError, ValueError) as exc:
         raise DumpError(f"{path.name} is not a whole dump: {exc!r}") from None
     rows = len(tensors["input_ids"])
     aux = [tensors[f"aux_{index}"] for index in range(points)]
@@ -141,12 +151,12 @@ def read_dump(path: Path) -> Dump:
             raise DumpError(f"{path.name}: {name} is {tensors[name].dtype} {tuple(tensors[name].shape)}, not float32 {(rows,)}")
     return Dump(
         path, metadata, tensors["input_ids"], aux, tensors["final"],
-        [tensors[f"aux_{index}_scale"] for index in range(points)] if scales else [], tensors.get("final_scale"),
+        [tensors[f"aux_{index}_scale"] for index in range(points)] if scales else [], tensors.get("final_scale"), checksums,
     )  # fmt: skip
 
 
 def check_dump(dump: Dump, rid: Rid | str, input_ids: np.ndarray | Sequence[int] | torch.Tensor) -> None:
-    """Raise DumpError unless this is the whole dump of exactly this request: name, row count, every token id, every value finite."""
+    """Raise DumpError unless this is the whole dump of exactly this request, as written: name, row count, checksums, every token id, every value finite."""
     parsed = parse_rid(str(rid))
     if dump.metadata.get("rid") != str(rid):
         raise DumpError(f"the dump is of request {dump.metadata.get('rid')!r}, not {str(rid)!r}")
@@ -155,22 +165,79 @@ def check_dump(dump: Dump, rid: Rid | str, input_ids: np.ndarray | Sequence[int]
     expected = torch.as_tensor(np.ascontiguousarray(input_ids, dtype=np.int32))
     if len(dump.input_ids) != len(expected) or parsed is not None and parsed.tokens != len(expected):
         raise DumpError(f"{len(dump.input_ids)} rows for {len(expected)} tokens")
+    check_sum(dump, "input_ids", rows_sum(dump.input_ids))
     wrong = (dump.input_ids != expected).nonzero()
     if len(wrong):
         row = int(wrong[0])
         raise DumpError(f"row {row} is token {int(dump.input_ids[row])}, sent was {int(expected[row])} ({len(wrong)} rows differ)")
     scales = dump.aux_scale or [None] * len(dump.aux)
     for name, rows, scale in [*((f"aux_{index}", state, scales[index]) for index, state in enumerate(dump.aux)), ("final", dump.final, dump.final_scale)]:
-        row = first_bad_row(rows, scale)
+        row, total = look_through(rows)
+        check_sum(dump, name, total)
+        if scale is not None:
+            check_sum(dump, f"{name}_scale", rows_sum(scale))
+            row = min((place for place in (row, first_bad_scale(scale)) if place is not None), default=None)
         if row is not None:
             raise DumpError(f"{name} holds a value that is not finite in row {row} of {len(rows)}")
 
 
-def first_bad_row(rows: torch.Tensor, scale: torch.Tensor | None = None) -> int | None:
+def read_checksums(path: Path, text: str) -> dict[str, str]:
+    """`text` (the metadata's checksums) by name, once the header itself, but for that text, is as the server wrote it. Raises DumpError, OSError."""
+    sums = dict(entry.partition(":")[::2] for entry in text.split())
+    with open(path, "rb") as file:
+        header = file.read(int.from_bytes(file.read(8), "little"))
+    if f"{zlib.crc32(header.replace(text.encode(), b'', 1)):08x}" != sums.pop("header", ""):
+        raise DumpError(f"{path.name}: its header is not as the server wrote it (checksum)")
+    return sums
+
+
+def rows_sum(rows: torch.Tensor, first: int = 0) -> int:
+    """Checksum of [T] or [T, H], whose first row is row `first`: sum over rows of (2 row + 1) * (the row's 32-bit words added mod 2^32), mod 2^64.
+
+    The twin of rows_sum in patches/hidden_state_dump.py, whose sums it must give. Any one changed byte changes it. Runs at memory speed, without the GIL.
+    """
+    words = row_words(rows)
+    return weighted(words[:, 0] if words.shape[1] == 1 else words.sum(axis=1, dtype=np.uint32), first)
+
+
+def row_words(rows: torch.Tensor) -> np.ndarray:
+    """[T] or [T, H] -> [T, W] uint32, or narrower where a row is no multiple of 4 bytes; a view where `rows` is contiguous."""
+    parts = rows.contiguous().view(torch.uint8).view(len(rows), -1).numpy()
+    width = parts.shape[1]
+    return parts.view(np.uint32 if width % 4 == 0 else np.uint16 if width % 2 == 0 else np.uint8)
+
+
+def weighted(sums: np.ndarray, first: int = 0) -> int:
+    """[T] sums of rows `first`, `first` + 1, ... -> the checksum."""
+    weights = np.arange(first, first + len(sums), dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+    return int((sums * weights).sum(dtype=np.uint64))
+
+
+def check_sum(dump: Dump, name: str, total: int) -> None:
+    """Raise DumpError unless the tensor `name`, of which `total` is the rows_sum, has the checksum that the server gave it."""
+    if dump.checksums.get(name) != f"{total:016x}":
+        raise DumpError(f"{name} is not as the server wrote it: checksum {total:016x} instead of {dump.checksums.get(name, 'none')}; a byte changed on the way")
+
+
+def look_through(rows: torch.Tensor) -> tuple[int | None, int]:
+    """The first row of [T, H] that is not finite (or None), and rows_sum: both while a block is in the cache, so that memory is read once."""
+    step = max(1, BLOCK_BYTES // (rows.shape[1] * rows.element_size()))
+    bad, words, sums = None, row_words(rows), np.empty(len(rows), np.uint32)
+    for start in range(0, len(rows), step):
+        np.add.reduce(words[start : start + step], axis=1, dtype=np.uint32, out=sums[start : start + step])
+        if bad is None and (row := first_bad_row(rows[start : start + step])) is not None:
+            bad = start + row
+    return bad, weighted(sums)
+
+
+def first_bad_scale(scale: torch.Tensor) -> int | None:
+    """The first entry of [T] that is not finite, or None."""
+    bad = (~torch.isfinite(scale)).nonzero()
+    return int(bad[0]) if len(bad) else None
+
+
+def first_bad_row(rows: torch.Tensor) -> int | None:
     """The first row of [T, H] with a NaN or an infinity, or None. Reads each value once, at memory speed (torch.isfinite makes copies)."""
-    bad = []
-    if scale is not None and not bool(torch.isfinite(scale).all()):
-        bad.append(int((~torch.isfinite(scale)).nonzero()[0]))
     kind, limit = NOT_FINITE[rows.dtype]
     flat = rows.contiguous().view(-1).view(torch.uint8).numpy().view(kind)
     shifted = np.empty(min(CHUNK, len(flat)), kind)
@@ -178,9 +245,8 @@ def first_bad_row(rows: torch.Tensor, scale: torch.Tensor | None = None) -> int 
         part = flat[start : start + CHUNK]
         found = np.left_shift(part, 1, out=shifted[: len(part)])
         if found.max() >= limit:
-            bad.append((start + int(np.argmax(found >= limit))) // rows.shape[1])
-            break
-    return min(bad) if bad else None
+            return (start + int(np.argmax(found >= limit))) // rows.shape[1]
+    return None
 
 
 def remove_dump(folder: Path, rid: Rid | str) -> None:

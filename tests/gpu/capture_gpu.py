@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Capture on a real GPU, in one go (about four minutes): correctness against transformers, cost, fp8, overlap; writes OUT/capture_gpu.json, prints a JSON line a part.
+"""Capture on a real GPU, in one go (about four minutes): correctness against transformers, cost, fp8, overlap.
 
-Run by hand on a GPU machine whose Python has SGLang: tests/gpu/capture_gpu.py OUT [--model FOLDER] [--parts smollm2-capture ...]. Every part goes on when another fails.
+Writes OUT/capture_gpu.json, prints a JSON line a part and a summary; every part goes on when another fails. By hand, where Python has SGLang and a GPU:
+tests/gpu/capture_gpu.py OUT [--model FOLDER] [--parts smollm2-capture ...]
+
 Targets: random weights in the shape of SmolLM2-135M (or --model, for example the real one), and a random DeepSeek-V3 of 8 layers and hidden size 2048.
 
-A part is one server. capture, fp8: prefill rate with our names against the same server without them (`ratio`), then states against transformers and `final` against the
-server's own choices. plain: the same prompts on a server with capture off; `ratio` there is capture's rate over this one's. Rates are measured while no other server starts
-or works; while states are checked the next server starts. Without a GPU: the same motions on a tiny model, one server at a time (its numbers then mean nothing).
+A part is one server. capture, fp8: prefill rate with our names against the same server without them (`ratio`), then states against transformers and
+`final` against the server's own choices. plain: the same prompts on a server with capture off; `ratio` there is capture's rate over this one's. Rates are
+measured while no other server starts or works; while states are checked the next server starts. Without a GPU: the same motions on a tiny model, one server at a time (its numbers then mean nothing).
 """
 
 from __future__ import annotations
@@ -105,7 +107,8 @@ def reference(model_folder: Path, prompts: list[list[int]]) -> list[list[torch.T
 
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16).to(DEVICE).eval()
     with torch.no_grad():
-        return [[state[0].float().cpu() for state in model.model(torch.tensor([ids], device=DEVICE), output_hidden_states=True, use_cache=False).hidden_states] for ids in prompts]
+        outputs = (model.model(torch.tensor([ids], device=DEVICE), output_hidden_states=True, use_cache=False) for ids in prompts)
+        return [[state[0].float().cpu() for state in output.hidden_states] for output in outputs]
 
 
 def row_errors(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -228,7 +231,8 @@ class Run:
         prompts = capture_bench.make_prompts(self.configs[key], requests, tokens)
         rounds = [capture_bench.run_round(self.servers[key], prompts, concurrency, None) for _ in range(REPEATS + 2)][1:]
         rate = statistics.median(one.tok_s for one in rounds)
-        result: dict[str, Any] = {"plain_server_tok_s": rate, "rounds_tok_s": [one.tok_s for one in rounds], "failed_requests": sum(len(one.problems) for one in rounds)}
+        failed = sum(len(one.problems) for one in rounds)
+        result: dict[str, Any] = {"plain_server_tok_s": rate, "rounds_tok_s": [one.tok_s for one in rounds], "failed_requests": failed}
         with_capture = self.costs.get((key[0], "capture"))
         if with_capture:
             result |= {"ratio": with_capture["capture_tok_s"] / rate, "ratio_without_names": with_capture["plain_tok_s"] / rate}
@@ -265,7 +269,8 @@ def fp8_error(exact: list[dumps.Dump], quantised: list[dumps.Dump]) -> dict[str,
     aux = torch.cat([row_errors(low.aux_float(), high.aux_float()) for high, low in pairs])
     final = torch.cat([row_errors(low.final_float(), high.final_float()) for high, low in pairs])
     sizes = [np.sum([pair[side].nbytes for pair in pairs]) for side in (0, 1)]
-    return {"fp8_aux_median": float(aux.median()), "fp8_aux_max": float(aux.max()), "fp8_final_median": float(final.median()), "fp8_bytes_ratio": float(sizes[1] / sizes[0])}
+    errors = {"fp8_aux_median": aux.median(), "fp8_aux_max": aux.max(), "fp8_final_median": final.median(), "fp8_bytes_ratio": sizes[1] / sizes[0]}
+    return {name: float(value) for name, value in errors.items()}
 
 
 def main() -> None:
@@ -280,14 +285,16 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     os.environ |= {"AERIE_RUNS_DIR": str(args.work / "runs"), "HF_HUB_OFFLINE": "1"}
-    parts = Parts(args.out / "capture_gpu.json", args.seconds, torch=torch.__version__, gpu=torch.cuda.get_device_name() if DEVICE == "cuda" else "none", cores=os.cpu_count())
+    gpu = torch.cuda.get_device_name() if DEVICE == "cuda" else "none"
+    parts = Parts(args.out / "capture_gpu.json", args.seconds, torch=torch.__version__, gpu=gpu, cores=os.cpu_count())
     if not args.no_patch:
         patch = [str(ROOT / "scripts" / "00_apply_patch.sh")]
         parts("patch", lambda: subprocess.run(patch, env=os.environ | {"PY": sys.executable}, check=True, capture_output=True, text=True).stdout.strip())
     try:
         Run(parts, Targets(args.work, args.model), args.out, [PARTS[names.index(name)] for name in args.parts]).all()
     finally:
-        parts.summary(("ratio", "ratio_without_names", "plain_tok_s", "capture_tok_s", "plain_server_tok_s", "right", "final_share", "checked_dumps", "dropped", "failed_requests", "hook_share_of_wall"))
+        rates = ("ratio", "ratio_without_names", "plain_tok_s", "capture_tok_s", "plain_server_tok_s", "hook_share_of_wall", "seconds_longer_with_capture")
+        parts.summary((*rates, "right", "final_share", "checked_dumps", "dropped", "failed_requests"))
 
 
 if __name__ == "__main__":

@@ -62,7 +62,8 @@ def bench(out: Path, name: str, command: list[str], seconds: float) -> dict[str,
     if code != 0:
         raise RuntimeError(f"exit code {code}: {log.read_text(errors='replace')[-500:]}")
     result = json.loads(report.read_text())
-    medians = {f"{key}_median": float(statistics.median(result[key])) for key in ("plain_tok_s", "extract_tok_s", "client_bytes_s", "write_bytes_s") if key in result}
+    rates = [key for key in ("plain_tok_s", "extract_tok_s", "client_bytes_s", "write_bytes_s") if key in result]
+    medians = {f"{key}_median": float(statistics.median(result[key])) for key in rates}
     return {key: value for key, value in result.items() if key != "config"} | medians
 
 
@@ -85,7 +86,8 @@ def main() -> None:
     parts = Parts(out / "extract_gpu.json", args.seconds, gpu=gpu, cores=os.cpu_count(), folder=str(work), free_bytes=shutil.disk_usage(work).free)
     try:
         model = args.model or parts("model", lambda: make_model(work / "model")) or work / "model"
-        server = {"port": free_port(), "args": ARGS if gpu else {}, "dump_dir": str(work / "dumps"), "env": {"SGLANG_HS_DUMP_BUDGET_MB": str(BUDGET_MB if gpu else 64)}}
+        env = {"SGLANG_HS_DUMP_BUDGET_MB": str(BUDGET_MB if gpu else 64)}
+        server = {"port": free_port(), "args": ARGS if gpu else {}, "dump_dir": str(work / "dumps"), "env": env}
         options = {"server": server, "extract": {"max_in_flight": 32}, "target": {"dtype": "bfloat16"}}
         config = write_config(out / "extract.toml", model, [1, 14, 26] if gpu else [1, 2, 4], **options)
         script = [sys.executable, str(ROOT / "scripts" / "bench_extract.py"), "--config", str(config), "--run", "gpu"]

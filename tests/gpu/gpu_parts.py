@@ -44,7 +44,8 @@ class Parts:
 
     def summary(self, keys: tuple[str, ...]) -> None:
         """One JSON object for the whole run: of each part its `keys`, and whatever failed or was skipped."""
-        short = {name: {key: value for key, value in scalars(result).items() if key in (*keys, "failed", "skipped", "seconds")} for name, result in self.results.items() if name != "about"}
+        wanted, parts = {*keys, "failed", "skipped", "seconds"}, {name: scalars(result) for name, result in self.results.items() if name != "about"}
+        short = {name: {key: value for key, value in result.items() if key in wanted} for name, result in parts.items()}
         print(json.dumps({"summary": short, "seconds": round(self.elapsed, 1), "file": str(self.file)}, indent=1), flush=True)
 
 
