@@ -135,8 +135,8 @@ def main() -> int:
         torch.set_num_threads(train.threads)
     torch.manual_seed(train.seed)
     device, dtype = pick_device(config)
-    fast, kernels = choose_kernels(train.kernels, device)
     group = start_group(device.type == "cuda")
+    fast, kernels = choose_kernels(train.kernels, device)
     if group.world > 1 and args.stream:
         raise UserError("--stream trains in one process; start it without torchrun, or train after the extraction")
     if group.rank:

@@ -2,7 +2,8 @@
 """How fast the trainer is, on synthetic states: teacher, unroll, loss, backward, clip, update. Sizes S and K are those of common 8B targets and of Kimi-K2.
 
 With --eager the plain PyTorch version (dense masks, float32 logits of every row, document by document) runs beside it and losses are compared; with --profile
-the step's time is split by part; with --loading batches come from a store on disk, and the share of a step that this costs is measured. Under torchrun every process takes its share of --batches (--parallel says how weights are kept), and the first one reports. Numbers go to --report.
+the step's time is split by part; with --loading batches come from a store on disk, and the share of a step that this costs is measured. Under torchrun every process
+takes its share of --batches (--parallel says how weights are kept), and the first one reports. Numbers go to --report.
 """
 
 from __future__ import annotations
@@ -211,8 +212,8 @@ def main() -> int:
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
     dtype = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32, "bfloat16": torch.bfloat16, "float32": torch.float32}[args.dtype]
     fast = args.path == "fast" or (args.path == "auto" and device.type == "cuda")
-    choose_kernels("auto" if fast else "off", device)
     group = start_group(device.type == "cuda")
+    choose_kernels("auto" if fast else "off", device)
     if group.rank:
         sys.stdout = open(os.devnull, "w")  # the first process speaks for all
     args.batches = args.batches or group.world

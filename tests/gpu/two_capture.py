@@ -194,7 +194,8 @@ class Run:
         checked = len(client.capture_together(prompts))
         after = self.dp_counters()
         ranks = [{name: after[pid][name] - before.get(pid, {}).get(name, 0) for name in ("requests", "dumps", "rows", "errors")} for pid in after]
-        right = checked == sum(rank["dumps"] for rank in ranks) == len(prompts) and len(ranks) == 2 and all(rank["dumps"] == rank["requests"] > 0 and not rank["errors"] for rank in ranks)
+        right = checked == sum(rank["dumps"] for rank in ranks) == len(prompts) and len(ranks) == 2
+        right &= all(rank["dumps"] == rank["requests"] > 0 and not rank["errors"] for rank in ranks)
         return {"checked_dumps": checked, "ranks": ranks, "dumps_by_rank": str([rank["dumps"] for rank in ranks]), "right": right}
 
     def dp_counters(self) -> dict[int, dict[str, float]]:
@@ -230,8 +231,9 @@ def main() -> None:
         Run(parts, targets, args.out).all()
     finally:
         parts.summary((
-            "ratio", "plain_tok_s", "capture_tok_s", "right", "within_rounding", "full_hidden_size", "writers", "silent_ranks", "final_share", "final_equal", "final_near_ties", "final_rows", "checked_dumps", "dumps_by_rank",
-            "failed_requests", *(f"{name}_{kind}" for name in ("aux_0", "aux_1", "aux_2", "final") for kind in ("median", "q99")), *(f"transformers_{point}" for point in LAYER_IDS[NAME]),
+            "ratio", "plain_tok_s", "capture_tok_s", "right", "within_rounding", "full_hidden_size", "writers", "silent_ranks", "final_share", "final_equal", "final_near_ties",
+            "final_rows", "checked_dumps", "dumps_by_rank", "failed_requests", *(f"{name}_{kind}" for name in ("aux_0", "aux_1", "aux_2", "final") for kind in ("median", "q99")),
+            *(f"transformers_{point}" for point in LAYER_IDS[NAME]),
         ))  # fmt: skip
 
 

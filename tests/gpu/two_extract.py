@@ -153,7 +153,8 @@ class Measured:
         one, two = (statistics.median(self.rates[name]) for name in ("one", "two"))
         dropped = sum(info.get("counters", {}).get("dropped", 0) for info in capture_info(self.folder))
         return {
-            "ratio": two / one, "one_tok_s": one, "two_tok_s": two, "rounds": self.rates, "tokens": self.tokens, "samples": len(self.plan.jobs), "retries": sum(late.values()), "dropped": dropped,
+            "ratio": two / one, "one_tok_s": one, "two_tok_s": two, "rounds": self.rates, "tokens": self.tokens, "samples": len(self.plan.jobs),
+            "retries": sum(late.values()), "dropped": dropped,
             "store_bytes_s": two * self.store_bytes() / self.tokens,
         }  # fmt: skip
 
@@ -216,7 +217,8 @@ def main() -> None:
     finally:
         pair.stop(out)
         shutil.rmtree(work, ignore_errors=True)
-        parts.summary(("ratio", "plain_tok_s", "one_tok_s", "two_tok_s", "store_bytes_s", "retries", "dropped", "right", "killed_after", "in_store", "samples", "server_losses", "late"))
+        rates = ("ratio", "plain_tok_s", "one_tok_s", "two_tok_s", "store_bytes_s")
+        parts.summary((*rates, "retries", "dropped", "right", "killed_after", "in_store", "samples", "server_losses", "late"))
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def make_target(folder: Path) -> str:
     """Random weights; bf16 on a GPU."""
     import capture_gpu
 
-    capture_gpu.SHAPES["stream"] = CONFIGS["llama"] | ({key: value for key, value in capture_gpu.SHAPES["smollm2"].items() if key != "vocab_size"} | {"vocab_size": VOCAB} if GPU else {})
+    capture_gpu.SHAPES["stream"] = capture_gpu.SHAPES["smollm2"] | {"vocab_size": VOCAB} if GPU else CONFIGS["llama"]
     return str(capture_gpu.make_model("stream", folder))
 
 
@@ -146,7 +146,8 @@ def main() -> None:
             server.stop()
         shutil.rmtree(config.run.store, ignore_errors=True)
         parts.summary((
-            "right", "accounting", "trained_samples", "train_samples", "consumed_shards", "stream_seconds", "server_gpus", "trainer_gpus", "train_tok_s", "extract_tok_s", "trainer_peak_bytes", "last",
+            "right", "accounting", "trained_samples", "train_samples", "consumed_shards", "stream_seconds", "server_gpus", "trainer_gpus", "train_tok_s",
+            "extract_tok_s", "trainer_peak_bytes", "last",
         ))  # fmt: skip
 
 

@@ -77,15 +77,16 @@ class Benches:
         self.out = out
         self.results: dict[str, dict[str, Any]] = {}
 
-    def run(self, name: str, size: str, batches: int, processes: int, parallel: str = "ddp", curve: int = CURVE, seconds: float = 100.0, gpu: int | None = None) -> dict[str, Any]:
+    def run(self, name: str, size: str, batches: int, processes: int, parallel: str = "ddp", curve: int = CURVE, gpu: int | None = None) -> dict[str, Any]:
         """One call; the result of its one size."""
         report = self.out / f"bench-{name}.json"
         words = [
-            str(ROOT / "scripts" / "bench_train.py"), "--sizes", size, "--ttt", str(TTT), "--batches", str(batches), "--curve", str(curve), "--steps-timed", str(TIMED), "--lr", "1e-4",
+            str(ROOT / "scripts" / "bench_train.py"), "--sizes", size, "--ttt", str(TTT), "--batches", str(batches), "--curve", str(curve),
+            "--steps-timed", str(TIMED), "--lr", "1e-4",
             "--parallel", parallel, "--report", str(report),
         ]  # fmt: skip
         command = torchrun(processes, words) if processes > 1 else [sys.executable, *words]
-        call(command, self.out / f"bench-{name}.log", seconds, **({"CUDA_VISIBLE_DEVICES": str(gpu)} if gpu is not None and GPU else {}))
+        call(command, self.out / f"bench-{name}.log", 100.0, **({"CUDA_VISIBLE_DEVICES": str(gpu)} if gpu is not None and GPU else {}))
         self.results[name] = json.loads(report.read_text())["results"][0]
         return self.results[name]
 
@@ -120,7 +121,9 @@ class Benches:
             result |= {"ratio": found["tok_s"] / one["tok_s"], "one_tok_s": one["tok_s"], "one_peak_gb": one.get("peak_gb", 0.0)}
         if both:  # the stricter measure: one GPU that does both batches before each update
             result |= {"ratio_same_global_batch": found["tok_s"] / both["tok_s"], "one_curve": both["curve"]}
-            result |= {"curve_difference": max(abs(a - b) / b for a, b in zip(found["curve"], both["curve"])), "steps": len(both["curve"]), "loss_fell": 1 - both["curve"][(CURVE - 1) // 4 * 4] / both["curve"][0]}  # the same batches
+            curve = both["curve"]
+            result |= {"curve_difference": max(abs(a - b) / b for a, b in zip(found["curve"], curve)), "steps": len(curve)}
+            result["loss_fell"] = 1 - curve[(CURVE - 1) // 4 * 4] / curve[0]  # the same four steps' batches in turn
         return result
 
 
@@ -208,7 +211,8 @@ def main() -> None:
     out = args.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     os.environ |= {"AERIE_RUNS_DIR": str(out / "runs"), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"} | without_multicast()
-    parts = Parts(out / ("two_chain.json" if args.parts == ["chain"] else "two_train.json"), args.seconds, torch=torch.__version__, gpus=torch.cuda.device_count(), cores=os.cpu_count())
+    report = out / ("two_chain.json" if args.parts == ["chain"] else "two_train.json")
+    parts = Parts(report, args.seconds, torch=torch.__version__, gpus=torch.cuda.device_count(), cores=os.cpu_count())
     benches, chain = Benches(out), Chain(out)
 
     def links() -> dict[str, Any]:
@@ -233,7 +237,8 @@ def main() -> None:
             end(process)
         keys = [f"{kind}-{size}_{key}" for kind in ("one", "both") for size in SIZES for key in ("tok_s", "peak_gb")]
         parts.summary((
-            "gb_s", "ratio", "ratio_same_global_batch", "tok_s", "one_tok_s", "curve_difference", "loss_fell", "steps", "early_sums", "peak_gb", "one_peak_gb", "loss_difference", "weights_difference",
+            "gb_s", "ratio", "ratio_same_global_batch", "tok_s", "one_tok_s", "curve_difference", "loss_fell", "steps", "early_sums", "peak_gb", "one_peak_gb", "loss_difference",
+            "weights_difference",
             "same_steps", "same_samples", *keys,
         ))  # fmt: skip
 
