@@ -14,10 +14,10 @@ from aerie.errors import UserError
 from aerie.ops import choose_kernels, drafter_ops
 from aerie.store import StoredSample
 from aerie.target_weights import TargetWeights
-from aerie.trainer import learning_rate, make_plan
+from aerie.trainer import Trainer, learning_rate, make_plan
 from aerie.walk import Walked, answer_runs, walk
 from safetensors.torch import save_file
-from train_helpers import HIDDEN, make_sample, make_shape
+from train_helpers import HIDDEN, FakeStore, make_drafter, make_fixed, make_sample, make_shape
 
 # Eight tokens: 3 of the prompt, 3 of the answer (the end of turn included), 2 of the next user turn.
 TOKENS = [10, 11, 12, 20, 21, 22, 30, 31]
@@ -187,3 +187,18 @@ def test_a_target_without_a_head_is_refused(tmp_path):
     save_file({"model.embed_tokens.weight": torch.ones(12, HIDDEN)}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match="LM head"):
         TargetWeights(tmp_path).lm_head()
+
+
+@pytest.mark.parametrize("bad", [0, 1, 3])
+def test_a_gradient_that_is_not_finite_stops_the_run_and_is_named(bad):
+    """Norms are read a step late; the message names the step that was bad and its sample all the same, also when it was the last one."""
+    shape = make_shape()
+    samples = [make_sample(f"{i:016x}", [0, 0] + [1] * 8, shape, seed=i) for i in range(4)]
+    samples[bad].aux.fill_(1e38)  # finite, but not what comes of it
+    train = Train(epochs=1, batch_tokens=10, ttt_steps=2)
+    none = np.zeros(0, dtype=np.int64)
+    trainer = Trainer(train, make_drafter(shape), make_fixed(shape, 2), FakeStore(samples), np.arange(4), none, None, 2, lambda drafter, found: None)
+    trainer.plan.steps = [[[0]], [[1]], [[2]], [[3]]]
+    with pytest.raises(UserError, match=f"gradient of step {bad} is not finite.*{samples[bad].id}"):
+        trainer.run()
+    assert trainer.state.step <= min(bad + 2, 4)

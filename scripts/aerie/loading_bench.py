@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .batches import Batch, Reader
+from .batches import Batch, Mover, Reader
 from .config import Train
 from .optimizer import Optimizer
 from .ops import drafter_ops
@@ -49,12 +49,18 @@ def measure_loading(name: str, share: float, steps: int, device: torch.device, d
         unroll(drafter, batch, fixed, rope, float(batch.counts[0]))[0].backward()
         optimizer.step(1e-5)
 
-    def timed(batches: Any) -> float:
+    def timed(batches: Any, move: Any = lambda batch: batch) -> float:
         if cuda:
             torch.cuda.synchronize()
         started = time.perf_counter()
+        before = None
         for count, batch in enumerate(batches, 1):
-            step(batch.to(device, dtype))
+            step(move(batch))
+            if cuda:  # as the trainer: the host is a step ahead
+                if before is not None:
+                    before.synchronize()
+                before = torch.cuda.Event()
+                before.record()
         if cuda:
             torch.cuda.synchronize()
         return (time.perf_counter() - started) / count
@@ -66,7 +72,7 @@ def measure_loading(name: str, share: float, steps: int, device: torch.device, d
         resident = [batch.to(device, dtype) for batch in reader.read(plan)]
         timed(resident)
         there = timed(resident * rounds)
-        read = timed(reader.read(plan * rounds))
+        read = timed(reader.read(plan * rounds), Mover(device, dtype))
         started = time.perf_counter()
         alone = sum(1 for _ in reader.read(plan * rounds)) / (time.perf_counter() - started)  # nobody trains beside it
     return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Callable
@@ -11,7 +12,7 @@ from typing import Any, Callable
 import numpy as np
 import torch
 
-from .batches import Batch, Reader, epoch_order, pack
+from .batches import Batch, Mover, Reader, epoch_order, pack
 from .checkpoints import load_checkpoint, save_checkpoint
 from .config import Train
 from .distributed import Group, whole
@@ -74,6 +75,22 @@ class State:
     bad: dict[str, str] = field(default_factory=dict)
 
 
+class Norm:
+    """A gradient norm on its way from the device: reading it waits for its own step, not for what was asked for since."""
+
+    def __init__(self, norm: torch.Tensor):
+        self.value, self.there = norm, None
+        if norm.is_cuda:
+            self.value = torch.empty(norm.shape, dtype=norm.dtype, pin_memory=True).copy_(norm, non_blocking=True)
+            self.there = torch.cuda.Event()
+            self.there.record()
+
+    def finite(self) -> bool:
+        if self.there is not None:
+            self.there.synchronize()
+        return bool(torch.isfinite(self.value))
+
+
 class Trainer:
     """Runs a plan over a store. `on_best(drafter, evaluation)` is called whenever the predicted accept length is the best so far."""
 
@@ -98,7 +115,8 @@ class Trainer:
         self.state = State()
         self.stop_reason = ""
         self.read: list[int] = [0, 0, 0]  # rows, samples and tokens of the last step, of all processes
-        self.last_samples: list[str] = []
+        self.mover = Mover(self.device, drafter.compute_dtype)
+        self.norms: deque[tuple[int, Norm, list[str]]] = deque()  # gradient norms not yet looked at, with step and samples
         self.window_steps = max(1, math.ceil(len(self.plan.steps) / WINDOWS))
         self.on_numbers: Callable[[str, dict[str, Any]], None] = lambda kind, numbers: None  # each window of training ("train") and each evaluation ("eval")
         self.extra_state: dict[str, Any] = {}  # goes into every checkpoint
@@ -159,16 +177,16 @@ class Trainer:
         self.read = rows, _, _ = [sum(column) for column in zip(*table)][:3]
         if not rows:
             return []
-        self.check_norm()
+        self.check_norm(keep=1)
         self.optimizer.zero_grad()
         counts, _ = add_gradients(drafter, self.optimizer, batches, self.fixed, self.rope, float(rows), max(row[3] for row in table), self.moved, self.known)
-        self.optimizer.step(learning_rate(train, self.state.step, len(self.plan.steps)))
-        self.last_samples = [name for batch in batches for name in batch.sample_ids]
+        norm = self.optimizer.step(learning_rate(train, self.state.step, len(self.plan.steps)))
+        self.norms.append((self.state.step, Norm(norm), [name for batch in batches for name in batch.sample_ids]))
         return counts
 
     def moved(self, batch: Batch, place: int) -> Batch:
         """The batch on the device, with this run's noise; `place` in its step, counted in this process."""
-        moved = batch.to(self.device, self.drafter.compute_dtype)
+        moved = self.mover(batch)
         if self.train.aux_noise:
             moved.aux = self.noisy(moved.aux, self.group.rank + self.group.world * place)
         return moved
@@ -182,11 +200,12 @@ class Trainer:
         noise = torch.randn(parts.shape, generator=generator, device=aux.device, dtype=torch.float32)
         return (parts + size * noise).to(aux.dtype).flatten(-2)
 
-    def check_norm(self) -> None:
-        """Whether the last step's gradient was finite; asked one step late, so that the device need not be waited for."""
-        if self.optimizer.norm is not None and not bool(torch.isfinite(self.optimizer.norm)):
-            names = ", ".join(self.last_samples[:3])
-            raise UserError(f"the gradient of step {self.state.step - 1} is not finite; lower train.lr, or look at the samples {names} with store_tool.py")
+    def check_norm(self, keep: int = 0) -> None:
+        """Whether the gradients of all steps but the last `keep` were finite. With 1 the device has the last step to work on meanwhile."""
+        while len(self.norms) > keep:
+            step, norm, samples = self.norms.popleft()
+            if not norm.finite():
+                raise UserError(f"the gradient of step {step} is not finite; lower train.lr, or look at the samples {', '.join(samples[:3])} with store_tool.py")
 
     def known(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The target's own next tokens and log-sum-exps of the batch's rows. On a CPU they are kept by sample: the whole head costs as much as the drafter there."""
@@ -209,6 +228,7 @@ class Trainer:
         state = self.state
         if not self.heldout:
             return
+        self.check_norm()
         found = {"step": state.step, **evaluate(self.drafter, self.store, self.eval_reader, self.heldout, self.fixed, self.rope, self.num_steps)}
         found = self.group.first(found)  # two GPUs may round apart, and what follows is for all
         if self.optimizer.split:
