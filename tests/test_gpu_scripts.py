@@ -100,6 +100,17 @@ def test_capture_parts_run_in_order_with_one_server_ahead(tmp_path: Path, gpu_pa
     assert events == [] and all("skipped" in late.parts.results[f"{name}-{kind} start"] for name, kind in keys)
 
 
+def test_a_benchmark_that_does_not_end_is_ended_with_what_it_started(tmp_path: Path) -> None:
+    module, note = load("extract_gpu"), tmp_path / "child"
+    code = f"import subprocess, sys, time; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); open({str(note)!r}, 'w').write(str(child.pid)); time.sleep(600)"
+    with pytest.raises(RuntimeError, match="exit code none after 5 s"):
+        module.bench(tmp_path, "slow", [sys.executable, "-c", code], 5)
+    state = Path(f"/proc/{note.read_text()}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+    report = f"import json, sys; json.dump({{'ratio': 0.9, 'plain_tok_s': [1, 3, 2], 'config': {{}}}}, open(sys.argv[2], 'w'))"
+    assert module.bench(tmp_path, "good", [sys.executable, "-c", report], 60) == {"ratio": 0.9, "plain_tok_s": [1, 3, 2], "plain_tok_s_median": 2.0}
+
+
 def test_the_scripts_name_their_parts() -> None:
     module = load("capture_gpu")
     assert module.PARTS and all(name in module.SHAPES and name in module.LAYER_IDS and name in module.LOADS for name, _ in module.PARTS)

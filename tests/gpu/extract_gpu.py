@@ -23,7 +23,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests"), str(ROOT / "tests" / "gpu")]
 
-from aerie.servers import has_gpu  # noqa: E402
+from aerie.config import load_config  # noqa: E402
+from aerie.servers import end_group, has_gpu, stop_servers  # noqa: E402
 from aerie.tiny import make_tiny  # noqa: E402
 from cpu_tools import free_port, write_config  # noqa: E402
 from gpu_parts import Parts  # noqa: E402
@@ -52,13 +53,17 @@ def make_model(folder: Path) -> Path:
 
 
 def bench(out: Path, name: str, command: list[str], seconds: float) -> dict[str, Any]:
-    """Run one benchmark. Its report with the medians of its rounds; raises RuntimeError with the end of its log."""
+    """Run one benchmark and end all that it started. Its report with the medians of its rounds; raises RuntimeError with the end of its log."""
     report, log = out / f"{name}.json", out / f"{name}.log"
     with open(log, "wb") as file:
+        process = subprocess.Popen([*command, "--report", str(report)], stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            code = subprocess.run([*command, "--report", str(report)], stdout=file, stderr=subprocess.STDOUT, timeout=seconds, check=False).returncode
+            code: int | str = process.wait(seconds)
         except subprocess.TimeoutExpired:
             code = f"none after {seconds:.0f} s"
+        finally:
+            end_group(process.pid, 5.0)  # with it a stand-in server; SGLang's server is a group of its own
+            process.wait()
     if code != 0:
         raise RuntimeError(f"exit code {code}: {log.read_text(errors='replace')[-500:]}")
     result = json.loads(report.read_text())
@@ -101,6 +106,9 @@ def main() -> None:
         for name in args.parts:
             parts(name, lambda name=name: bench(out, name, commands[name], 200 if name == "extract" else 60))
     finally:
+        stop_servers(load_config(str(out / "extract.toml"), "gpu"))  # nothing to stop unless the benchmark was ended
+        for log in (out / "runs" / "gpu" / "logs").glob("*.log"):
+            (out / f"server-{log.name}").write_bytes(log.read_bytes()[-300_000:])
         shutil.rmtree(work, ignore_errors=True)
         shutil.rmtree(out / "runs", ignore_errors=True)
         parts.summary(("ratio", "retries", "plain_tok_s_median", "extract_tok_s_median", "client_bytes_s_median", "write_bytes_s_median"))
