@@ -22,7 +22,7 @@ from aerie.extraction import Extraction, Outcome
 from aerie.generate_client import Client, RequestTimeout, ServerGone, error_text
 from aerie.identity import model_hash, read_model_config, text_config, tokenizer_hash
 from aerie.prove import prove_aux
-from aerie.report import write_report
+from aerie.report import read_report, write_report
 from aerie.rid import new_rid
 from aerie.servers import Server, dump_dir, url_of
 from aerie.store import StoreWriter, read_done, read_manifest, refuse_other_identity, whole_lines
@@ -225,10 +225,10 @@ def main() -> int:
 def earlier_work(config: Config, writer: StoreWriter) -> tuple[int, float]:
     """Tokens and seconds of the earlier calls that filled this store, by its last report: the rate counts them all."""
     try:
-        report = json.loads((config.run.store / "report.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):
+        report = read_report(config.run.store / "report.json")
+    except UserError:  # damaged: only the rate is lost
         return 0, 0.0
-    return (report["tokens_all"], report["seconds_all"]) if report.get("data_hash") == writer.manifest["data_hash"] else (0, 0.0)
+    return (report.get("tokens_all", 0), report.get("seconds_all", 0.0)) if report.get("data_hash") == writer.manifest["data_hash"] else (0, 0.0)
 
 
 def finish(config: Config, plan: Plan, writer: StoreWriter, todo: list[Job], left_out: Any, failed: dict, outcome: Outcome, proof: Any) -> int:

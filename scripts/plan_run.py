@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from aerie import plan as planning
 from aerie.config import Config, add_config_arguments, config_from_args
 from aerie.errors import UserError, run_main
-from aerie.report import write_report
+from aerie.report import read_report, write_report
 from aerie.servers import dump_dir, has_gpu, server_args
 from aerie.shapes import Shape, load_shape
 
@@ -116,13 +116,13 @@ def compare(plan: planning.Plan, config: Config, shape: Shape, args: argparse.Na
         rows += [(f"{mode}: {name}", predicted[name], value) for name, value in found.items() if name in predicted and (value > 0.1 * GIB or name == "KV tokens")]
     report = Path(args.train_report) if args.train_report else config.run.drafter / "report.json"
     if report.is_file():
-        content = json.loads(report.read_text())
+        content = read_report(report, "`make train`")
         peak = content.get("peak_gpu_bytes", 0)
         if peak:
             rows.append(("training: peak of one GPU", plan.total("training, one GPU"), peak))
     if args.bench_train:  # those of its sizes that have this config's drafter
         count = sum(planning.drafter_parameters(config, shape).values())
-        for result in json.loads(Path(args.bench_train).read_text())["results"]:
+        for result in read_report(Path(args.bench_train), "bench_train.py").get("results", []):
             if "peak_gb" in result and abs(result["parameters"] / count - 1) < 0.002 and not result.get("checkpointing"):
                 parts = planning.training_parts(config, shape, result["tokens"], result["supervised_rows"] / result["tokens"])
                 rows.append((f"training: size {result['size']}, share {result['share']}", sum(part.bytes for part in parts), result["peak_gb"] * GIB))

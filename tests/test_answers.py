@@ -31,6 +31,7 @@ SCRIPT = ROOT / "scripts" / "02a_prepare_data.py"
 
 def write_config(folder: Path, model: Path, chats: list[Any], **data: Any) -> Path:
     """A config file whose chats lie beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
     inputs = folder / "chats.jsonl"
     inputs.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     data = {"inputs": [str(inputs)], "heldout": 2, **data}

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from aerie.chats import BadRow, keeps_recorded, parse_row, read_rows
 from aerie.config import load_config
 from aerie.errors import UserError, run_main
+from aerie.extract_plan import make_plan
 from aerie.row_writer import Rejected, one_writer
 from aerie.samples import save_atomic
 from data_fake_server import FakeServer, finished
 from data_tools import make_fast
+from safetensors.numpy import load_file
 from test_answers import SCRIPT, prepare, write_config
 from test_prepare_data import chat, run_folder, split
 
@@ -56,6 +60,22 @@ def test_files_that_cannot_be_opened_are_one_sentence(name: str) -> None:
         list(read_rows(Path(name)))
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32"])
+def test_other_encodings_are_named_and_not_half_read(encoding: str, tmp_path: Path) -> None:
+    """JSON's reader guesses such lines one by one, and gets some."""
+    path = tmp_path / "chats.jsonl"
+    path.write_bytes("".join(json.dumps(chat(i)) + "\n" for i in range(5)).encode(encoding))
+    with pytest.raises(UserError, match="convert it to UTF-8"):
+        list(read_rows(path))
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    """As `<(zcat chats.gz)` gives one."""
+    os.mkfifo(tmp_path / "chats.jsonl")
+    with pytest.raises(UserError, match="write them to a file first"):
+        list(read_rows(tmp_path / "chats.jsonl"))
+
+
 def test_a_greeting_is_no_answer() -> None:
     """A first assistant message does not put all such chats on one side of the split, and is kept when answers are written anew."""
     greeted = [parse_row({"messages": [{"role": "assistant", "content": hello}, *chat(i)["messages"]]}) for i, hello in ((1, "Hi"), (2, "Hi"), (1, "Hello"))]
@@ -71,7 +91,7 @@ def test_chats_that_begin_the_same_cannot_all_be_held_out(model: Path, tmp_path:
 
 @pytest.mark.parametrize("name, text, reason", [
     ("generation_config.json", "{", "is not valid JSON"), ("generation_config.json", "[]", "holds no JSON object"), ("generation_config.json", '{"eos_token_id": "x"}', "is no token id"),
-    ("config.json", '{"model_type": "llama", "vocab_size": "abc"}', "config.json has no vocab_size|cannot be loaded"), ("tokenizer.json", "{}", "cannot be loaded"),
+    ("config.json", "[" * 100000, "is not valid JSON"), ("config.json", '{"model_type": "llama", "vocab_size": "abc"}', "config.json has no vocab_size|cannot be loaded"), ("tokenizer.json", "{}", "cannot be loaded"),
 ])  # fmt: skip
 def test_broken_model_folders(name: str, text: str, reason: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "model"
@@ -125,6 +145,63 @@ def test_what_a_killed_run_left_is_removed(model: Path, tmp_path: Path, monkeypa
         (folder / name).write_text("half")
     prepare(monkeypatch, write_config(tmp_path, model, [chat(1)], heldout=0, regenerate=False), "hostile-left")
     assert not [path for path in folder.iterdir() if path.name.startswith(".")] and len(split("hostile-left", "train")) == 1
+
+
+def killed(at: str, prepare_again: Any) -> int:
+    """02a in a process of its own that is gone at this point, as under kill -9; its exit code."""
+    import aerie.prepare
+    import aerie.report
+    import aerie.samples
+    from aerie.samples import SampleWriter
+
+    def gone(*args: Any, **kwargs: Any) -> None:
+        os._exit(9)
+
+    if child := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    try:
+        close, closed = SampleWriter.close, []
+        if at == "in the vocabulary map":
+            aerie.prepare.write_vocab_map = gone
+        elif at == "while a file is put together":
+            aerie.samples.shutil.copyfileobj = gone
+        elif at == "between the two files":
+            SampleWriter.close = lambda self: gone() if closed else closed.append(close(self))
+        else:
+            aerie.report.write_json = gone
+        prepare_again()
+    finally:
+        os._exit(1)
+
+
+@pytest.mark.parametrize("at", ["in the vocabulary map", "while a file is put together", "between the two files", "before the report"])
+def test_killed_at_the_end(at: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over an earlier run with other chats: the old pair or the new one is read, never one file of each; the next run is as one that was never killed."""
+    run = f"hostile-end-{len(at)}"
+    prepare(monkeypatch, write_config(tmp_path / "old", model, [chat(i) for i in range(100, 112)], heldout=3, regenerate=False), run)
+    old = make_plan(run_folder(run)).data_hash
+    config = write_config(tmp_path / "new", model, [chat(i) for i in range(12)], heldout=4, regenerate=False)
+    prepare(monkeypatch, config, f"{run}-whole")
+    new = make_plan(run_folder(f"{run}-whole")).data_hash
+    assert killed(at, lambda: prepare(monkeypatch, config, run)) == 9
+    if at == "between the two files":
+        with pytest.raises(UserError, match="two runs of the data step"):
+            make_plan(run_folder(run))
+    else:
+        assert make_plan(run_folder(run)).data_hash == (new if at == "before the report" else old)
+    prepare(monkeypatch, config, run)
+    for name in ("train.safetensors", "heldout.safetensors"):
+        assert (run_folder(run) / name).read_bytes() == (run_folder(f"{run}-whole") / name).read_bytes(), name
+    maps = [load_file(run_folder(name) / "vocab_map.safetensors") for name in (run, f"{run}-whole")]  # its header's keys have no order
+    assert all(np.array_equal(maps[0][name], maps[1][name]) for name in ("d2t", "t2d"))
+    assert not [path.name for path in run_folder(run).iterdir() if path.name.startswith(".")]
+
+
+def test_a_lost_heldout_file_is_missed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(monkeypatch, write_config(tmp_path, model, [chat(i) for i in range(6)], heldout=2, regenerate=False), "hostile-lost")
+    (run_folder("hostile-lost") / "heldout.safetensors").unlink()
+    with pytest.raises(UserError, match="beside 2 held-out rows"):
+        make_plan(run_folder("hostile-lost"))
 
 
 @pytest.mark.parametrize("kind", ["killed while selecting", "rejected.jsonl lost"])

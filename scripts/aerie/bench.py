@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from .generate import Answer, Prompt, accept_length, accept_length_mean, generat
 from .identity import read_model_config, text_config
 from .lossless import Lossless, compare
 from .progress import Progress
+from .report import read_report
 from .servers import Server
 from .serving import predicted_accept_length
 
@@ -171,16 +171,6 @@ def steps_before(config: Config) -> dict[str, Any]:
         report = read_report(path)
         found |= {key: report.get(key) for key in keys}
     return found
-
-
-def read_report(path: Path) -> dict[str, Any]:
-    """A step's report, {} when the step has not run here."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except json.JSONDecodeError as exc:
-        raise UserError(f"{path} is not valid JSON ({exc}); run its step again") from None
 
 
 def table(content: dict[str, Any]) -> str:

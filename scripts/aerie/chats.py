@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Iterator
@@ -289,12 +290,17 @@ def read_rows(path: Path) -> Iterator[tuple[int, Any, Chat | BadRow]]:
     A file is JSON when its first character is [ or its name ends in .json, else JSONL: one JSON value a line.
     """
     try:
+        if not (stat.S_ISREG(kind := path.stat().st_mode) or stat.S_ISDIR(kind)):
+            raise UserError(f"{path} is no regular file, and chats are read twice; write them to a file first")
         with open(path, "rb") as file:
-            head = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+            start = file.read(4096)
+            head = start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; name the chats in data.inputs (JSONL or JSON)") from None
     except (OSError, ValueError) as exc:  # a folder, no permission, a name too long or with a null byte
         raise UserError(f"{path} cannot be read ({getattr(exc, 'strerror', None) or exc}); name files of chats in data.inputs") from None
+    if b"\0" in start:
+        raise UserError(f"{path} is UTF-16, UTF-32 or no text at all (null bytes at its beginning); convert it to UTF-8 first")
     rows = _json_rows(path) if head == b"[" or path.suffix == ".json" else _jsonl_rows(path)
     try:
         for number, row in rows:

@@ -74,8 +74,11 @@ def last_checkpoint(root: Path) -> Path | None:
 def read_state(folder: Path) -> dict[str, Any]:
     """state.json of a checkpoint."""
     try:
-        return json.loads((folder / STATE).read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError) as exc:
+        found = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError(f"{STATE} holds no JSON object")
+        return found
+    except (OSError, ValueError, RecursionError) as exc:
         raise UserError(f"{folder} is not a whole checkpoint ({exc}); remove it and resume again") from None
 
 
@@ -85,7 +88,7 @@ def load_checkpoint(folder: Path, drafter: Drafter, optimizer: torch.optim.Optim
     state = read_state(folder)
     try:
         tensors = load_file(folder / "tensors.safetensors")
-    except (FileNotFoundError, SafetensorError) as exc:
+    except (OSError, SafetensorError) as exc:
         raise UserError(f"{folder} is not a whole checkpoint ({exc}); remove it and resume again") from None
     optimizer_state: dict[int, dict[str, Tensor]] = {}
     order = [id(parameter) for part in optimizer.param_groups for parameter in part["params"]] if optimizer is not None else []

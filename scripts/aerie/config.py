@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import difflib
 import math
+import re
 import tomllib
 import types
 import typing
@@ -233,7 +234,13 @@ CHOICES: dict[str, tuple[str, ...]] = {
 POSITIVE = {
     "server.ready_timeout_s", "data.max_new_tokens", "data.concurrency", "data.max_tokens", "extract.max_in_flight", "extract.shard_gb", "extract.attempts",
     "draft.vocab_size", "train.ttt_steps", "train.epochs", "train.batch_tokens", "train.accumulate", "train.lr", "serve.num_steps", "serve.topk",
-    "bench.max_new_tokens", "bench.samples", "bench.requests_per_slot",
+    "bench.max_new_tokens", "bench.samples", "bench.requests_per_slot", "data.top_p", "data.request_timeout_s", "extract.request_timeout_s",
+    "train.checkpoint_every",
+}  # fmt: skip
+LARGEST = 2**31 - 1  # of any whole number: PyTorch and SGLang read no more in most places
+AT_MOST = {
+    "data.top_p": 1, "data.concurrency": 4096, "extract.max_in_flight": 4096, "train.ttt_steps": 64, "train.epochs": 10_000, "train.threads": 1024, "train.min_lr_ratio": 1,
+    "train.warmup_ratio": 1, "train.weight_decay": 1, "serve.num_steps": 64, "serve.topk": 64,
 }  # fmt: skip
 PORTS = {"server.port", "serve.port", "bench.baseline_port"}
 
@@ -280,6 +287,16 @@ def _check_value(where: str, key: str, value: Any, hint: Any) -> Any:
             raise UserError(f"{where}: {key} = {value} must be greater than 0")
         if value < 0:
             raise UserError(f"{where}: {key} = {value} must not be negative")
+        if value > AT_MOST.get(key, LARGEST if isinstance(value, int) else math.inf):
+            raise UserError(f"{where}: {key} = {str(value)[:40]} must be at most {AT_MOST.get(key, LARGEST)}")
+    if any("\0" in text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)):
+        raise UserError(f"{where}: {key} = {value!r} holds a null character; take it out")
+    if key == "target.model_path" and not value.strip():
+        raise UserError(f"{where}: {key} is empty; name a model folder")
+    if key == "train.betas" and (len(value) != 2 or not all(0 <= beta < 1 for beta in value)):
+        raise UserError(f"{where}: {key} = {value} must be two numbers, each 0 or more and below 1")
+    if key == "train.device" and not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", value):
+        raise UserError(f"{where}: {key} = {value!r} must be auto, cpu, cuda or cuda:N")
     if key in ("server.gpus", "train.gpus") and (len(set(value)) != len(value) or min(value, default=0) < 0):
         raise UserError(f"{where}: {key} = {value} must be numbers of GPUs, 0 or more, without repeats")
     if key == "bench.concurrency" and (not value or min(value) < 1):
@@ -326,6 +343,8 @@ def load_config(name_or_path: str = DEFAULT_CONFIG, run: str = "", overrides: ty
         raw = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as exc:  # TOML, UTF-8, a number too long, nested too deep
         raise UserError(f"{path}: not valid TOML: {exc}") from None
+    except OSError as exc:
+        raise UserError(f"config file {path} cannot be read ({exc.strerror}); mend its permissions, or name another") from None
     where: dict[str, str] = {}
     for text in overrides:
         (section, key, *rest), value = _parse_override(text)

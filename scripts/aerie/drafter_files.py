@@ -52,9 +52,12 @@ class DrafterFolder:
         if not path.is_file():
             return {}
         try:
-            return json.loads(path.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as exc:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as exc:
             raise UserError(f"{path} is not valid JSON ({exc}); export the drafter again") from None
+        if not isinstance(found, dict):
+            raise UserError(f"{path} holds no JSON object; export the drafter again")
+        return found
 
     def _weight_files(self) -> list[Path]:
         """SGLang's choice: the safetensors files (those of the index, where there is one), else the .bin files."""
@@ -63,7 +66,7 @@ class DrafterFolder:
         if index.is_file():
             try:
                 files = [self.path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-            except (json.JSONDecodeError, KeyError, AttributeError) as exc:
+            except (ValueError, RecursionError, KeyError, AttributeError, TypeError) as exc:
                 raise UserError(f"{index} is not a valid index ({exc}); export the drafter again") from None
             missing = [file.name for file in files if not file.is_file()]
             if missing:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .drafter import Drafter, DrafterShape
 from .errors import UserError
+from .identity import read_model_config
 from .report import write_json
 
 
@@ -134,11 +135,9 @@ def export_drafter(folder: Path, drafter: Drafter, draft_ids: Tensor, aux_layer_
 def read_drafter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """config.json and all tensors of a drafter's folder. Raises UserError naming the file."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{folder} is no drafter's folder: it has no config.json") from None
-    except json.JSONDecodeError as exc:
-        raise UserError(f"{folder}/config.json is not valid JSON ({exc})") from None
+        config = read_model_config(folder)
+    except UserError as exc:
+        raise UserError(f"{folder} is no drafter's folder: {exc}") from None
     tensors: dict[str, Tensor] = {}
     files = sorted(folder.glob("*.safetensors"))
     if not files:

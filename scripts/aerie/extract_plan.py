@@ -51,16 +51,18 @@ class Plan:
 
 
 def make_plan(folder: Path, all_final_rows: bool = False) -> Plan:
-    """Read data/train.safetensors and, where it exists, data/heldout.safetensors. Raises UserError for a missing or foreign file.
+    """Read data/train.safetensors and data/heldout.safetensors (which a data set of other origin need not have). Raises UserError for a missing or foreign file.
 
     Identical samples are asked for once; a training sample that is also held out is held out. A sample without a supervised prediction is skipped.
     """
     files = {False: SampleFile(folder / "train.safetensors")}
     if (folder / "heldout.safetensors").exists():
         files[True] = SampleFile(folder / "heldout.safetensors")
-        for key in IDENTITY_KEYS:
+        for key in (*IDENTITY_KEYS, "pair"):
             if files[True].metadata.get(key) != files[False].metadata.get(key):
                 raise UserError(f"{files[True].path} and {files[False].path} differ in {key}: they are from two runs of the data step; run `make data` again")
+    elif files[False].metadata.get("heldout_rows", "0") != "0":
+        raise UserError(f"{folder / 'heldout.safetensors'} is missing, and {files[False].path} was made beside {files[False].metadata['heldout_rows']} held-out rows; run `make data` again")
     plan = Plan(files)
     seen: dict[str, bool] = {}
     for heldout in (True, False):

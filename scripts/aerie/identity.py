@@ -22,7 +22,7 @@ def read_model_config(folder: Path | str) -> dict[str, Any]:
         raise UserError(f"{path} does not exist; name a model folder that holds a config.json") from None
     except NotADirectoryError:
         raise UserError(f"{folder} is not a folder; name a model folder that holds a config.json") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as exc:
+    except (ValueError, RecursionError) as exc:  # JSON, UTF-8, nested too deep
         raise UserError(f"{path} is not valid JSON ({exc}); fetch or export the model again") from None
     if not isinstance(config, dict):
         raise UserError(f"{path} holds no JSON object; fetch or export the model again")

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .config import Config
-from .errors import UserError
 from .paths import ROOT, resolve_input
-from .report import write_json
+from .report import read_report, write_json
 
 SCRIPTS = ROOT / "scripts"
 
@@ -69,12 +68,7 @@ class Pipeline:
         self.marker = config.run.root / "steps.json"
 
     def _done(self) -> dict[str, str]:
-        try:
-            return json.loads(self.marker.read_text())
-        except FileNotFoundError:
-            return {}
-        except json.JSONDecodeError:
-            raise UserError(f"{self.marker} is not valid JSON; remove it to redo every step that has changed") from None
+        return read_report(self.marker, "every step that has changed")
 
     def fingerprint(self, step: Step) -> str:
         """What the step's result depends on: config sections, input files by size and time, the report of the step before."""

@@ -6,7 +6,6 @@ Every number is computed from shapes and settings, none is looked up per model. 
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +14,7 @@ from .config import Config
 from .drafter_shapes import LLAMA, MLA, expected_tensors
 from .errors import UserError
 from .gpus import apart
+from .report import read_report
 from .samples import SampleFile
 from .shapes import FLOAT_BYTES, Shape
 from .store import supervised_rows
@@ -311,8 +311,7 @@ def measured_rates(config: Config) -> dict[str, float]:
     """Tokens a second that this run has measured itself: {rate of [plan]: value}; they go before those of the config."""
     found = {}
     for name, path, key in (("decode_tok_s", config.run.data, "answer_tok_s"), ("prefill_tok_s", config.run.store, "extract_tok_s"), ("train_tok_s", config.run.drafter, "train_tok_s")):
-        report = path / "report.json"
-        if report.is_file() and (value := json.loads(report.read_text(encoding="utf-8")).get(key)):
+        if value := read_report(path / "report.json").get(key):
             found[name] = float(value)
     return found
 

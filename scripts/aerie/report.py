@@ -12,6 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from .errors import UserError
+
 PACKAGES = ("torch", "sglang", "transformers", "safetensors", "numpy")
 
 
@@ -28,6 +30,19 @@ def write_json(path: Path, data: Any) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def read_report(path: Path, step: str = "the step that writes it") -> dict[str, Any]:
+    """A report or another small JSON file of a run; {} when it is not there. Raises UserError when it is damaged: `step` says what to run again."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as exc:
+        raise UserError(f"{path} cannot be read ({getattr(exc, 'strerror', None) or exc}); remove it and run {step} again") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path} holds no JSON object; remove it and run {step} again")
+    return found
 
 
 def versions() -> dict[str, str | None]:

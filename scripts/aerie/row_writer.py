@@ -171,8 +171,11 @@ class RowWriter:
         return counts[0], counts[1], hashlib.sha256(np.sort(self.writers["train"].sample_ids()).tobytes()).hexdigest()
 
     def close(self) -> dict[str, dict[str, int]]:
-        """Put both files together; returns rows, tokens and supervised tokens by split."""
+        """Put both files together; returns rows, tokens and supervised tokens by split. Each says which rows the other holds: a run killed between the two leaves no pair."""
+        ids = [np.sort(writer.sample_ids()).tobytes() for writer in self.writers.values()]
+        pair = {"pair": hashlib.sha256(b"|".join(ids)).hexdigest(), "heldout_rows": str(self.writers["heldout"].rows)}
         for writer in self.writers.values():
+            writer.metadata |= pair
             writer.close()
         self.state.unlink(missing_ok=True)
         return {split: {"rows": writer.rows, "tokens": writer.tokens, "supervised": self.supervised[split]} for split, writer in self.writers.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ from .errors import UserError
 from .gpus import visible_devices
 from .paths import ROOT
 from .report import write_json
+from .target import problem_with
 
 MODES = ("extraction", "serving", "baseline", "oracle")  # capture on / target + drafter / target alone / SGLang's own aux states in the answer (see prove.py)
 CAPTURE_OFF = {"SGLANG_HS_DUMP_DIR": ""}  # an extraction server with capture off: what bench_capture.py compares with
@@ -92,7 +94,8 @@ def port_of(config: Config, mode: str) -> int:
 
 def url_of(config: Config, mode: str) -> str:
     """http://host:port of the server of `mode`."""
-    return f"http://{config.server.host}:{port_of(config, mode)}"
+    host = config.server.host
+    return f"http://{f'[{host}]' if ':' in host else host}:{port_of(config, mode)}"
 
 
 def _common_args(config: Config, mode: str) -> dict[str, Any]:
@@ -169,15 +172,26 @@ def command_line(config: Config, mode: str) -> list[str]:
     return [sys.executable, "-m", "sglang.launch_server", *render_args(server_args(config, mode))]
 
 
-def port_is_free(host: str, port: int) -> bool:
-    """Whether a server can listen there now."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+def port_problem(host: str, port: int) -> str:
+    """Why no server can listen there now, '' where one can."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    except (OSError, UnicodeError):  # a name that nobody knows, or no name at all
+        return f"server.host = {host!r} is no address of this machine; set it to 127.0.0.1, 0.0.0.0 or a name that resolves"
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError:
-            return False
-    return True
+        except OSError as exc:
+            if exc.errno == errno.EADDRINUSE:
+                return f"port {port} on {host} is in use; end what listens there, or choose another"
+            return f"no server may listen on port {port} of {host} ({exc.strerror}); choose another port, or set server.host to an address of this machine"
+    return ""
+
+
+def port_is_free(host: str, port: int) -> bool:
+    """Whether a server can listen there now."""
+    return not port_problem(host, port)
 
 
 def start_ticks(pid: int) -> int:
@@ -307,8 +321,10 @@ class Server:
         if cls.find(config, mode):
             raise UserError(f"the {mode} server of run {config.run.name!r} is already running; end it with --stop first")
         port = port_of(config, mode)
-        if not port_is_free(config.server.host, port):
-            raise UserError(f"port {port} on {config.server.host} is in use; end what listens there, or choose another with --set {PORT_KEYS[mode]}=N")
+        if problem := port_problem(config.server.host, port):
+            raise UserError(f"{problem} (--set {PORT_KEYS[mode]}=N)")
+        if Path(config.model_path).is_absolute() and (problem := problem_with(Path(config.model_path))):
+            raise UserError(f"target {config.model_path}: {problem}; make it with `make target`, or fetch it again")
         config.run.logs.mkdir(parents=True, exist_ok=True)
         log = config.run.logs / f"{mode}.log"
         if log.exists():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from .config import Config
 from .errors import EXIT_FAILED, UserError
 from .generate import Prompt, accept_length, generate_all, prompts_of
 from .host_memory import refuse_short_memory
-from .report import versions, write_json
+from .report import read_report, versions, write_json
 from .samples import SampleFile
 from .servers import Server, has_gpu, server_args, start_ticks, watcher_path, watcher_record
 
@@ -41,7 +40,7 @@ def serving_of(config: Config, store: dict[str, Any]) -> Serving:
 def read_manifest(config: Config) -> dict[str, Any]:
     """The manifest of the run's store, {} when it has none (any more)."""
     path = config.run.store / "manifest.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return read_report(path, "`make extract`")
 
 
 def refuse_bad_drafter(config: Config) -> None:
@@ -58,7 +57,7 @@ def refuse_bad_drafter(config: Config) -> None:
 def predicted_accept_length(config: Config) -> float | None:
     """What training's walk over held-out answers said, from drafter/training.json; None when it does not say."""
     path = config.run.drafter / "training.json"
-    return json.loads(path.read_text(encoding="utf-8")).get("predicted_accept_length") if path.is_file() else None
+    return read_report(path, "`make train`").get("predicted_accept_length")
 
 
 def warm_up_prompts(config: Config) -> list[Prompt]:

@@ -206,7 +206,10 @@ def load_shape(model_path: str, shape_name: str = "") -> Shape:
         index = folder / "model.safetensors.index.json"
         size = 0
         if index.is_file():
-            size = int(json.loads(index.read_text(encoding="utf-8")).get("metadata", {}).get("total_size", 0))
+            try:
+                size = int(json.loads(index.read_text(encoding="utf-8")).get("metadata", {}).get("total_size", 0))
+            except (ValueError, RecursionError, AttributeError, TypeError):
+                raise UserError(f"{index} is not a safetensors index; download the model again") from None
         return shape_from(read_model_config(folder), folder.name, size or sum(path.stat().st_size for path in folder.glob("*.safetensors")))
     path = CONFIGS / "shapes" / f"{shape_name}.json"
     if not shape_name or not path.is_file():

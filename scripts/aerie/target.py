@@ -12,6 +12,7 @@ from pathlib import Path
 
 from .config import Config
 from .errors import UserError
+from .identity import read_model_config
 
 WEIGHTS = "model.safetensors"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model")  # any one; Kimi's has its own form
@@ -27,7 +28,7 @@ def safetensors_is_whole(path: Path) -> bool:
             header = json.loads(file.read(header_size))
         end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
         return path.stat().st_size == 8 + header_size + end
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError, AttributeError, KeyError, TypeError, IndexError):  # also a header that is JSON of another kind
         return False
 
 
@@ -40,15 +41,15 @@ def problem_with(folder: Path) -> str:
     if not any((folder / name).is_file() for name in TOKENIZERS):
         return f"no tokenizer in it ({', '.join(TOKENIZERS)})"
     try:
-        json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except ValueError:
-        return "config.json is not valid JSON"
+        read_model_config(folder)
+    except UserError as exc:
+        return str(exc)
     shards = sorted(folder.glob("*.safetensors"))
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
             shards = [folder / name for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))]
-        except (ValueError, KeyError, AttributeError):
+        except (ValueError, RecursionError, KeyError, AttributeError, TypeError):
             return f"{index.name} is not a valid index"
     if not shards:
         return "no .safetensors file in it"

@@ -44,8 +44,8 @@ class TargetWeights:
         index = self.folder / "model.safetensors.index.json"
         if index.is_file():
             try:
-                return json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            except (json.JSONDecodeError, KeyError):
+                return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+            except (ValueError, RecursionError, KeyError, TypeError):
                 raise UserError(f"{index} is not a safetensors index; download the model again") from None
         files = {}
         for path in sorted(self.folder.glob("*.safetensors")):
