@@ -111,7 +111,7 @@ def main() -> None:
         legend = f'<p class="legend">{html.escape(str(samples.path))}: {len(samples):,} samples, {share:.1%} of the tokens supervised (<span class="on">like this</span>); '
         legend += 'special tokens <span class="mark">like this</span>; point at a token to see its id.</p>'
         warned = f'<p class="warn">{html.escape(warning)}</p>' if warning else ""
-        path.write_text(f"<!doctype html><meta charset=utf-8><title>samples</title><style>{STYLE}</style>{legend}{warned}\n" + "\n".join(body) + "\n", encoding="utf-8")
+        path.write_text(f"<!doctype html><meta charset=utf-8><title>samples</title><style>{STYLE}</style>{legend}{warned}\n" + "\n".join(body) + "\n", encoding="utf-8", errors="backslashreplace")
         print(f"wrote {path}")
     else:
         if not 0 <= args.sample < len(samples):

@@ -1,9 +1,19 @@
 """The config loader knows every key; each error names file, key, value and what to write instead."""
 
+import io
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+
 import pytest
 from aerie.config import load_config
-from aerie.errors import UserError
-from aerie.paths import CONFIGS
+from aerie.errors import UserError, run_main
+from aerie.paths import CONFIGS, ROOT, RunPaths
+from aerie.report import read_report, write_json
+from aerie.servers import port_problem, start_ticks
 
 MINIMAL = '[target]\nmodel_path = "runs/models/x"\naux_layer_ids = [1, 2, 3]\n'
 
@@ -81,3 +91,66 @@ def test_missing_files_and_names(tmp_path):
         load_config(str(tmp_path / "none.toml"))
     with pytest.raises(UserError, match="run name"):
         load_config("smollm2-135m", "../x")
+
+
+@pytest.mark.parametrize("name", ["", "..", "../x", "/", "a/b", "a.b", "ä", "a b", "x" * 49, "x\n", "models"])
+def test_run_names_that_cannot_be(name):
+    with pytest.raises(UserError, match="run name"):
+        RunPaths(name)
+
+
+def clean(runs, name):
+    """`make clean RUN=name`: exit code and what it says."""
+    command = ["make", "-s", "clean", f"PY={sys.executable}", f"RUN={name}"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"AERIE_RUNS_DIR": str(runs)}, capture_output=True, text=True, timeout=120, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_clean_removes_one_run_and_nothing_else(tmp_path):
+    for name in ("one", "two", "models"):
+        (tmp_path / "runs" / name / "data").mkdir(parents=True)
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "runs" / "linked").symlink_to(tmp_path / "outside")
+    for name in ("/", ".", "..", "../outside", "models", "linked", "one two", ""):
+        code, said = clean(tmp_path / "runs", name)
+        assert code == 2 and "error: " in said and "Traceback" not in said, name
+    assert clean(tmp_path / "runs", "one")[0] == 0 and "nothing to remove" in clean(tmp_path / "runs", "one")[1]
+    me = {"pid": os.getpid(), "start_ticks": start_ticks(os.getpid())}
+    (tmp_path / "runs" / "two" / "serving.json").write_text(json.dumps(me))
+    code, said = clean(tmp_path / "runs", "two")
+    assert code == 2 and "make stop RUN=two" in said
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["linked", "models", "two"] and (tmp_path / "outside").is_dir()
+
+
+def test_make_hands_on_spaces_and_quotes():
+    command = ["make", "-n", "plan", f"PY={sys.executable}", "CONFIG=/a dir/x y.toml", "RUN=-r", 'SET=data.inputs=["a","b"] train.lr=1e-4']
+    line = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout.strip().splitlines()[-1]
+    assert shlex.split(line)[2:] == ["--config", "/a dir/x y.toml", "--run=-r", "--set", 'data.inputs=["a","b"]', "--set", "train.lr=1e-4"]
+
+
+def test_a_locale_without_our_characters_ends_nothing(tmp_path, monkeypatch):
+    """Output and reports, also with a path that is no UTF-8."""
+    printed = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", printed)
+    with pytest.raises(SystemExit) as ended:
+        run_main(lambda: print("⟦ \udcff"))
+    assert ended.value.code == 0 and printed.buffer.getvalue() == b"\\u27e6 \\udcff\n"
+    write_json(tmp_path / "report.json", {"path": "a\udcffb", "mark": "⟦"})
+    assert read_report(tmp_path / "report.json") == {"path": "a\udcffb", "mark": "⟦"}
+
+
+@pytest.mark.parametrize("content", [b"", b"[1]", b'{"a": ', b"\xd3\x00\xff", b"[" * 100000])
+def test_a_damaged_report_is_named(tmp_path, content):
+    (tmp_path / "report.json").write_bytes(content)
+    with pytest.raises(UserError, match="report.json.*run `make train` again"):
+        read_report(tmp_path / "report.json", "`make train`")
+    assert read_report(tmp_path / "none.json") == {}
+
+
+def test_why_no_server_can_listen():
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        assert "is in use" in port_problem("127.0.0.1", busy.getsockname()[1])
+    assert "no address of this machine" in port_problem("no host by this name", 30000)
+    assert "set server.host to an address of this machine" in port_problem("192.0.2.1", 30000)

@@ -22,7 +22,7 @@ def config_of(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def make(*overrides: str):
-        return load_config(str(write_config(tmp_path / "gpus.toml", tmp_path, [1, 2, 4])), "gpus", overrides)
+        return load_config(str(write_config(tmp_path / "gpus.toml", "a-hub/name", [1, 2, 4])), "gpus", overrides)
 
     return make
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from aerie.batches import BadSample, build_batch, epoch_order, pack, supervised_depth
+from aerie.checkpoints import last_checkpoint, read_state
 from aerie.config import Train
 from aerie.curves import warnings_of
 from aerie.errors import UserError
@@ -202,3 +203,11 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_is_named(bad):
     with pytest.raises(UserError, match=f"gradient of step {bad} is not finite.*{samples[bad].id}"):
         trainer.run()
     assert trainer.state.step <= min(bad + 2, 4)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"step": ', b"\xd3\x00\xff"])
+def test_a_damaged_checkpoint_is_named(tmp_path, content):
+    (tmp_path / "step-00000002").mkdir()
+    (tmp_path / "step-00000002" / "state.json").write_bytes(content)
+    with pytest.raises(UserError, match="step-00000002 is not a whole checkpoint"):
+        read_state(last_checkpoint(tmp_path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from typing import Callable, NoReturn
@@ -20,6 +21,9 @@ class UserError(Exception):
 
 def run_main(main: Callable[[], int | None]) -> NoReturn:
     """Run a script's main() and exit; UserError, a full disk and a path that cannot be used become one line on stderr and exit code 2."""
+    for stream in (sys.stdout, sys.stderr):  # a locale without the characters that we print must not end a run
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = main() or 0
         sys.stdout.flush()

@@ -15,7 +15,7 @@ CONFIGS = ROOT / "configs"
 
 def runs_dir() -> Path:
     """The folder of all runs: AERIE_RUNS_DIR, or runs/ in the repository."""
-    return Path(os.environ.get("AERIE_RUNS_DIR") or ROOT / "runs").expanduser().absolute()
+    return expanded(os.environ.get("AERIE_RUNS_DIR") or str(ROOT / "runs")).absolute()
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class RunPaths:
     name: str
 
     def __post_init__(self) -> None:
+        if self.name == "models":
+            raise UserError("run name 'models' is taken: runs/models holds the targets; choose another (RUN=... or --run)")
         if not RUN_PATTERN.fullmatch(self.name):
             raise UserError(f"run name {self.name!r} does not fit: use letters, digits, _ and -, at most 48 (RUN=... or --run)")
 

@@ -22,7 +22,7 @@ def write_json(path: Path, data: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
+        with open(temporary, "w", encoding="utf-8", errors="backslashreplace") as file:  # a path that is no UTF-8 becomes an escape that JSON knows
             json.dump(data, file, indent=2, ensure_ascii=False, default=str)
             file.write("\n")
             file.flush()
