@@ -154,3 +154,13 @@ def test_why_no_server_can_listen():
         assert "is in use" in port_problem("127.0.0.1", busy.getsockname()[1])
     assert "no address of this machine" in port_problem("no host by this name", 30000)
     assert "set server.host to an address of this machine" in port_problem("192.0.2.1", 30000)
+
+
+def test_output_that_nobody_reads(tmp_path):
+    """`| head` ends a script without a word but not as if it were done; a closed stdout or stderr is no error."""
+    code = f"import sys; sys.path.insert(0, {str(ROOT / 'scripts')!r}); from aerie.errors import run_main; run_main(lambda: print('x' * 200000))"
+    piped = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    piped.stdout.close()
+    assert piped.stderr.read() == b"" and piped.wait(60) == 141
+    closed = subprocess.run(["bash", "-c", 'exec "$@" >&- 2>&-', "-", sys.executable, "-c", code], timeout=60, check=False)
+    assert closed.returncode == 0

@@ -11,6 +11,7 @@ from typing import Callable, NoReturn
 EXIT_USER = 2  # what the user can mend: config, paths, disk, port
 EXIT_FAILED = 1  # a check did not pass
 EXIT_INTERRUPTED = 130
+EXIT_PIPE = 141  # as a shell says it of a program that SIGPIPE ended
 FULL = (errno.ENOSPC, errno.EDQUOT)
 BAD_PATH = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP)
 
@@ -21,6 +22,7 @@ class UserError(Exception):
 
 def run_main(main: Callable[[], int | None]) -> NoReturn:
     """Run a script's main() and exit; UserError, a full disk and a path that cannot be used become one line on stderr and exit code 2."""
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w", encoding="utf-8") for stream in (sys.stdout, sys.stderr))  # closed: `script >&-`
     for stream in (sys.stdout, sys.stderr):  # a locale without the characters that we print must not end a run
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -33,9 +35,9 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = EXIT_INTERRUPTED
-    except BrokenPipeError:  # `script | head`: not an error, but stdout can no longer be flushed
+    except BrokenPipeError:  # `script | head`: nothing to say, but a step that was cut off must not count as done; and stdout can no longer be flushed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
+        code = EXIT_PIPE
     except OSError as exc:
         bad_path = exc.errno in BAD_PATH and exc.filename is not None
         if exc.errno not in FULL and not bad_path:
