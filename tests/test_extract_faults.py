@@ -111,6 +111,23 @@ def test_several_servers_and_one_of_them_dies(fake_run):
     run.assert_complete()
 
 
+def test_a_server_that_dies_between_answer_and_dump(fake_run):
+    """What it answered and never wrote is asked for again at once: not after request_timeout_s, which is longer here than the whole test may take."""
+    run = fake_run(samples=60, extract={"request_timeout_s": 1000.0, "proof_samples": 0})
+    second = free_port()
+    run.start_server("--tok-s", "3000")
+    other = run.start_server("--tok-s", "3000", "--fault", "nodump:5", "--fault", "die:12", port=second)
+    urls = json.dumps([f"http://127.0.0.1:{run.port}", f"http://127.0.0.1:{second}"])
+    try:
+        done = run.extract("--set", f"server.urls={urls}", timeout=120)
+    finally:
+        other.kill()
+        other.wait()
+    assert done.returncode == 0, done.stderr
+    assert run.report()["server_losses"] == 1 and run.report()["retries"] == 0
+    run.assert_complete()
+
+
 def test_no_server_no_capture_and_a_wrong_folder_are_said(fake_run):
     run = fake_run(extract={"request_timeout_s": 1.0})
     code, out, err = run.extract_here()

@@ -30,6 +30,7 @@ from .rid import new_rid, parse_rid
 from .store import StoreWriter
 
 POLL_S = 0.004  # how often the dump folder is looked at while a dump is due
+DEAD_S = 2.0  # how long a dump may still be due whose server has died since it answered: what was written is there by then
 SWEEP_S = 2.0  # how often late dumps are removed
 DISK_MARGIN = 64 << 20
 LOST_FACTOR = 3  # a sample that was in flight when the server died attempts * this often is given up: it may be what kills it
@@ -46,6 +47,7 @@ class Task:
     lost: int = 0
     sent: float = 0.0
     answered: float = 0.0
+    url: str = ""  # who answered
     answer: dict[str, Any] = field(default_factory=dict)
 
 
@@ -100,6 +102,7 @@ class Extraction:
         self.fatal: BaseException | None = None
         self.stopping = False
         self.down_since: dict[str, float] = {}
+        self.last_down: dict[str, float] = {}  # the same, kept when the server is back
         self.waiting_for_trainer = False
         self.worker_count = workers or default_workers()
         self.progress = Progress(len(plan.jobs), "extracted", already=sum(job.id in writer.done for job in plan.jobs))
@@ -269,7 +272,7 @@ class Extraction:
             self._retry(rid, f"{client.url} aborted the request: {reason.get('message', 'no reason given')}")
         else:
             with self.changed:
-                task.answer, task.answered = answer, time.monotonic()
+                task.answer, task.answered, task.url = answer, time.monotonic(), client.url
                 self.answered[rid] = task
 
     def _abort(self, client: Client, rid: str) -> None:
@@ -298,16 +301,34 @@ class Extraction:
             given_up = task.attempts >= self.options.attempts
             self._again(task, reason, given_up, task.attempts)
 
-    def _lost(self, url: str, rid: str, reason: str) -> None:
-        """The server went away with this request: not the sample's fault, as long as it does not happen each time."""
+    def _lost(self, url: str, rid: str, reason: str, late: bool = False) -> None:
+        """The server went away with this request: not the sample's fault, as long as it does not happen each time. `late`: its death is known already."""
         with self.changed:
             task = self._forget(rid)
             task.lost += 1
-            if url not in self.down_since:
-                self.outcome.server_losses += 1
-                self.down_since[url] = time.monotonic()
-                print(f"{reason}; waiting for it", flush=True)
+            if not late:
+                self._down(url, reason)
             self._again(task, f"the server died {task.lost} times while it had this sample", task.lost >= self.options.attempts * LOST_FACTOR, task.lost)
+
+    def _down(self, url: str, reason: str) -> None:
+        """Nothing is sent there until it answers again."""
+        if url not in self.down_since:
+            self.outcome.server_losses += 1
+            self.down_since[url] = self.last_down[url] = time.monotonic()
+            print(f"{reason}; waiting for it", flush=True)
+
+    def _look_for_the_dead(self, urls: set[str]) -> None:
+        """A server whose dumps are late may have died while nothing was being sent to it."""
+        for url in urls - set(self.down_since):
+            client = Client(url, 1.0)
+            try:
+                client.request("GET", "/health")
+                client.close()
+            except ServerGone as exc:
+                with self.changed:
+                    self._down(url, str(exc))
+            except RequestTimeout:
+                pass  # busy, not dead
 
     def _again(self, task: Task, reason: str, given_up: bool, attempts: int) -> None:
         if not given_up:
@@ -344,12 +365,15 @@ class Extraction:
                     self.ready.put((rid, task))
                 elif f"{rid}.error" in present:
                     self._retry(rid, f"the server wrote no dump: {read_error(self.folder, rid)}")
+                elif task.sent < self.last_down.get(task.url, 0.0) < time.monotonic() - DEAD_S:
+                    self._lost(task.url, rid, f"{task.url} died before it wrote its dump", late=True)
                 elif time.monotonic() - task.answered > self.options.request_timeout_s:
                     self._retry(rid, f"answered, but no dump in {self.folder} after {self.options.request_timeout_s:g} s (is capture on, and is this the server's folder?)")
             if due:
                 time.sleep(POLL_S)
             if time.monotonic() > next_sweep:
                 next_sweep = time.monotonic() + SWEEP_S
+                self._look_for_the_dead({task.url for _, task in due if time.monotonic() - task.answered > DEAD_S})
                 with self.changed:
                     live = set(self.live)
                 self.outcome.late += self.sweep(live)
