@@ -73,7 +73,7 @@ class Pair:
             "args": ARGS if GPU else {}, "gpus": [number] if GPU else [], "port": free_port(), "dump_dir": str(self.work / "dumps"), "ready_timeout_s": 240.0,
             "env": {"SGLANG_HS_DUMP_BUDGET_MB": str(BUDGET_MB)},
         }  # fmt: skip
-        extract = {"max_in_flight": LANES, "proof_samples": 0, "request_timeout_s": 20.0}  # a killed server's answer whose dump never came is asked for again after so long
+        extract = {"max_in_flight": LANES, "proof_samples": 0, "request_timeout_s": 60.0}
         path = write_config(self.work / f"server-{number}.toml", self.work / "model", LAYER_IDS, target={"dtype": "bfloat16"}, server=server, extract=extract)
         return load_config(str(path), f"two-extract-{number}")
 
