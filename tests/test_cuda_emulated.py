@@ -136,7 +136,9 @@ def test_drafter_input_backward(kernels, number, h, late):
     weights = [torch.randn(h) for _ in range(2)]
     rows, d_state = (torch.full((n, h), torch.nan).bfloat16() for _ in range(2))
     d_weights, sums = [torch.full((h,), torch.nan) for _ in range(2)], torch.full((blocks, 2, h), torch.nan)
-    run(kernels, "input_backward", number, blocks, grad, ids, table, v, state, *weights, n, h, 1e-5, rows, d_state, *d_weights, sums)
+    whole = h <= 64  # the second kernel takes 512 threads for 32 columns: once is enough
+    run(kernels, "input_backward", number, blocks, grad, ids, table, v, state, *weights, n, h, 1e-5, rows, d_state, *(d_weights if whole else (None, None)), sums)
+    d_weights = d_weights if whole else list(sums.sum(0))
     want = reference.drafter_input_backward(grad, ids, table, state, *weights, 1e-5, True)
     for got, expected in zip((rows, d_state), want):
         same(got, expected, 2**-7, 1e-5)

@@ -56,7 +56,7 @@ extern "C" void input_backward(int number, int blocks, const void* grad, const i
     };
     if (h <= 4096) number == 3 ? go(drafter_input_backward<256, 2, 3, 3, true>, 256, 49152) : number == 2 ? go(drafter_input_backward<256, 2, 3, 3, false>, 256, 49152) : go(drafter_input_backward<256, 2, 3, 2, false>, 256, 32768);
     else number == 2 ? go(drafter_input_backward<448, 2, 2, 3, false>, 448, 86016) : go(drafter_input_backward<448, 2, 2, 2, false>, 448, 57344);
-    simt::launch(dim3((2 * h + 31) / 32), 512, 1, 0, [=] { add_weight_sums(sums, blocks, h, d_w1, d_w2, true); });
+    if (d_w1) simt::launch(dim3((2 * h + 31) / 32), 512, 1, 0, [=] { add_weight_sums(sums, blocks, h, d_w1, d_w2, true); });
 }
 
 extern "C" void quantize(int number, int blocks, const void* x, int64_t n, int h, void* q, float* scale) {

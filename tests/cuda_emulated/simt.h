@@ -46,11 +46,13 @@ struct Copy {
     const void* from;
 };
 
+constexpr size_t STACK = 96 << 10;
+
 struct Fiber {
     ucontext_t context;  // for the first switch; the others go by jumps, which need no system call
     jmp_buf here;
     bool started = false;
-    std::vector<char> stack;
+    std::unique_ptr<char[]> stack{new char[STACK]};  // left as it is: clearing it would cost more than the kernels
     uint3 thread{};
     bool done = false;
     std::vector<std::vector<Copy>> groups{1};  // the last one is open
@@ -186,9 +188,8 @@ inline void run_block(Block& b) {
         b.fibers.push_back(std::make_unique<Fiber>());
         Fiber& fiber = *b.fibers.back();
         fiber.thread = {(unsigned)i, 0, 0};
-        fiber.stack.resize(96 << 10);
         getcontext(&fiber.context);
-        fiber.context.uc_stack = {fiber.stack.data(), 0, fiber.stack.size()};
+        fiber.context.uc_stack = {fiber.stack.get(), 0, STACK};
         fiber.context.uc_link = nullptr;
         makecontext(&fiber.context, (void (*)())entry, 0);
     }
