@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import numpy as np
 import torch
 
-from aerie.checkpoints import last_checkpoint, read_state
+from aerie.checkpoints import last_checkpoint, one_training, read_state
 from aerie.config import Config, add_config_arguments, config_from_args
 from aerie.curves import Curves, draw_curves, warnings_of
 from aerie.distributed import start_group
@@ -141,6 +141,7 @@ def main() -> int:
         raise UserError("--stream trains in one process; start it without torchrun, or train after the extraction")
     if group.rank:
         sys.stdout = open(os.devnull, "w")  # the first process speaks for all
+    lock = None if group.rank else one_training(run)  # noqa: F841  held until this process ends
     target = TargetWeights(config.model_path)
     stream = StreamingStore(run.store) if args.stream else None
     planned = make_plan(run.data, config.extract.all_final_rows) if stream else None

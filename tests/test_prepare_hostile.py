@@ -269,3 +269,29 @@ def test_configs_that_no_parser_reads(tmp_path: Path) -> None:
     for name in ("~nobody-by-this-name/a.toml",):
         with pytest.raises(UserError, match="names the home of a user"):
             load_config(name)
+
+
+def test_a_full_disk_leaves_nothing_and_the_next_run_succeeds(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mount_tmpfs: Any) -> None:
+    """No checkpoint was made, so the parts would help nobody."""
+    config = write_config(tmp_path, model, [chat(i) for i in range(300)], heldout=2, regenerate=False)
+    folder = mount_tmpfs(tmp_path / "small", "60k")
+    with monkeypatch.context() as patch:
+        patch.setenv("AERIE_RUNS_DIR", str(folder))
+        with pytest.raises(OSError) as caught:
+            prepare(monkeypatch, config, "hostile-full")
+    assert caught.value.errno == errno.ENOSPC
+    assert not [path.name for path in folder.rglob("*") if path.name.endswith(".part") or "safetensors" in path.name]
+    subprocess.run(["mount", "-o", "remount,size=4m", str(folder)], check=True)
+    monkeypatch.setenv("AERIE_RUNS_DIR", str(folder))
+    assert prepare(monkeypatch, config, "hostile-full")["counts"]["train_chats"] == 298
+
+
+@pytest.mark.parametrize("number, words", [(errno.EFBIG, "ulimit -f"), (errno.EIO, "reports an error"), (errno.ENOSPC, "no space left")])
+def test_errors_while_writing_are_one_sentence(number: int, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def fails() -> None:
+        raise OSError(number, os.strerror(number), b"/a/file")
+
+    with pytest.raises(SystemExit) as caught:
+        run_main(fails)
+    said = capsys.readouterr().err
+    assert caught.value.code == 2 and words in said and " /a/file" in said and len(said.strip().splitlines()) == 1

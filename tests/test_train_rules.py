@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 
 import numpy as np
 import pytest
 import torch
 from aerie.batches import BadSample, build_batch, epoch_order, pack, supervised_depth
-from aerie.checkpoints import last_checkpoint, read_state
+from aerie.checkpoints import last_checkpoint, one_training, read_state, write_checkpoint
 from aerie.config import Train
 from aerie.curves import warnings_of
 from aerie.errors import UserError
 from aerie.ops import choose_kernels, drafter_ops
+from aerie.paths import RunPaths
 from aerie.store import StoredSample
 from aerie.target_weights import TargetWeights
 from aerie.trainer import Trainer, learning_rate, make_plan
@@ -211,3 +214,26 @@ def test_a_damaged_checkpoint_is_named(tmp_path, content):
     (tmp_path / "step-00000002" / "state.json").write_bytes(content)
     with pytest.raises(UserError, match="step-00000002 is not a whole checkpoint"):
         read_state(last_checkpoint(tmp_path))
+
+
+def test_one_training_of_a_run_at_a_time(tmp_path, monkeypatch):
+    """A second one is refused; the first removes what killed ones left, and a drafter that was between two renames is there again."""
+    monkeypatch.setenv("AERIE_RUNS_DIR", str(tmp_path))
+    run = RunPaths("one")
+    assert one_training(run) is None  # no run yet: nothing is made
+    for name in (".drafter.99.old", ".drafter.99.tmp", "checkpoints/.step-00000004.99.tmp", "checkpoints/step-00000002"):
+        (run.root / name).mkdir(parents=True)
+    (run.root / ".drafter.99.old" / "config.json").write_text("{}")
+    handle = one_training(run)
+    with pytest.raises(UserError, match="another training of run 'one' is at work"):
+        one_training(run)
+    assert sorted(str(path.relative_to(run.root)) for path in run.root.rglob("*")) == ["checkpoints", "checkpoints/step-00000002", "drafter", "drafter/config.json"]
+    os.close(handle)
+    os.close(one_training(run))
+
+
+def test_a_full_disk_under_a_checkpoint_is_said_as_such(tmp_path, mount_tmpfs):
+    root = mount_tmpfs(tmp_path / "small", "256k")
+    with pytest.raises(OSError) as caught:
+        write_checkpoint(root, 2, 2, {"a": torch.zeros(1 << 20)}, {})
+    assert caught.value.errno == errno.ENOSPC and "tensors.safetensors" in caught.value.filename and not list(root.iterdir())

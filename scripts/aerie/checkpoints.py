@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -16,7 +17,9 @@ from torch import Tensor
 from .distributed import Group, like, whole
 from .drafter import Drafter
 from .errors import UserError
+from .paths import RunPaths
 from .report import write_json
+from .samples import system_errors
 
 STATE = "state.json"
 
@@ -24,6 +27,29 @@ STATE = "state.json"
 def folder_of(root: Path, step: int) -> Path:
     """checkpoints/step-00000120"""
     return root / f"step-{step:08d}"
+
+
+def one_training(run: RunPaths) -> int | None:
+    """One training of a run at a time, until this process ends (the file handle that it returns holds the lock); what a killed one left half-written is removed.
+
+    Raises UserError when another one is at work.
+    """
+    if not run.root.is_dir():
+        return None
+    handle = os.open(run.root, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise UserError(f"another training of run {run.name!r} is at work; wait for it, end it, or choose another run with --run") from None
+    except OSError:
+        return handle  # a file system that locks no folders
+    for old in run.root.glob(f".{run.drafter.name}.*.old"):  # killed between two renames of export_drafter(): the drafter that was
+        if not run.drafter.exists():
+            old.rename(run.drafter)
+    for leftover in (*run.root.glob(f".{run.drafter.name}.*.tmp"), *run.root.glob(f".{run.drafter.name}.*.old"), *run.checkpoints.glob(".step-*.tmp")):
+        shutil.rmtree(leftover, ignore_errors=True)
+    return handle
 
 
 def save_checkpoint(root: Path, step: int, best_step: int, drafter: Drafter, optimizer: torch.optim.Optimizer, state: dict[str, Any], group: Group = Group()) -> Path:
@@ -52,7 +78,8 @@ def write_checkpoint(root: Path, step: int, best_step: int, tensors: dict[str, T
     temporary.mkdir(parents=True)
     try:
         tensors = {name: value.contiguous() for name, value in tensors.items()}
-        save_file(tensors, temporary / "tensors.safetensors")
+        with system_errors(final / "tensors.safetensors"):
+            save_file(tensors, temporary / "tensors.safetensors")
         with open(temporary / "tensors.safetensors", "rb") as file:
             os.fsync(file.fileno())
         write_json(temporary / STATE, {**state, "step": step, "best_step": best_step})

@@ -12,7 +12,12 @@ EXIT_USER = 2  # what the user can mend: config, paths, disk, port
 EXIT_FAILED = 1  # a check did not pass
 EXIT_INTERRUPTED = 130
 EXIT_PIPE = 141  # as a shell says it of a program that SIGPIPE ended
-FULL = (errno.ENOSPC, errno.EDQUOT)
+WRITING = {
+    errno.ENOSPC: "no space left on the device while writing {}; free some space and run the same command again",
+    errno.EDQUOT: "no space left on the device while writing {}; free some space and run the same command again",
+    errno.EFBIG: "{} would be larger than a file may be here; raise the limit (ulimit -f), or use another file system (AERIE_RUNS_DIR)",
+    errno.EIO: "the disk or the network file system of {} reports an error (Input/output error); look after it and run the same command again",
+}  # fmt: skip
 BAD_PATH = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP)
 
 
@@ -40,12 +45,12 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
         code = EXIT_PIPE
     except OSError as exc:
         bad_path = exc.errno in BAD_PATH and exc.filename is not None
-        if exc.errno not in FULL and not bad_path:
+        if exc.errno not in WRITING and not bad_path:
             raise
-        where = str(exc.filename or "the output folder")[:300]
+        where = os.fsdecode(exc.filename)[:300] if isinstance(exc.filename, (str, bytes, os.PathLike)) else "the output folder"
         if bad_path:
             print(f"error: {where} cannot be used ({exc.strerror}); mend that path or its permissions, or name another", file=sys.stderr)
         else:
-            print(f"error: no space left on the device while writing {where}; free some space and run the same command again", file=sys.stderr)
+            print(f"error: {WRITING[exc.errno].format(where)}", file=sys.stderr)
         code = EXIT_USER
     sys.exit(code)

@@ -17,6 +17,7 @@ from .drafter import Drafter, DrafterShape
 from .errors import UserError
 from .identity import read_model_config
 from .report import write_json
+from .samples import system_errors
 
 
 ARCHITECTURES = {"llama": "LlamaForCausalLMEagle3", "mla": "Eagle3DeepseekV2ForCausalLM"}
@@ -116,7 +117,8 @@ def export_drafter(folder: Path, drafter: Drafter, draft_ids: Tensor, aux_layer_
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
+        with system_errors(folder / "model.safetensors"):
+            save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
         with open(temporary / "model.safetensors", "rb") as file:
             os.fsync(file.fileno())
         write_json(temporary / "config.json", drafter_config(drafter.shape, aux_layer_ids, target, dtype))

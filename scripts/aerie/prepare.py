@@ -214,19 +214,18 @@ class Preparation:
                     rejected.add(chat.source, chat.messages, str(exc))
                 writer.end_of_chat()
                 progress.update(1, tokens=tokens, errors=rejected.count - progress.errors)
+            progress.close()
+            self.seconds["rows"] = time.monotonic() - start
+            self.rendered = progress.items
+            if not writer.writers["train"].rows:
+                writer.abandon()
+                raise UserError(f"no row to train on came out of {selection.train} chats; see {rejected.path} and the counts: {dict(self.counts)}")
+            supervised, others, data_hash = writer.token_counts(self.tokenizer.vocab_size)
+            table = self.write_vocab(supervised, others, metadata | {"data_hash": data_hash})
+            return {"splits": writer.close(), **table}
         except BaseException:
             writer.release()
             raise
-        progress.close()
-        self.seconds["rows"] = time.monotonic() - start
-        self.rendered = progress.items
-        if not writer.writers["train"].rows:
-            writer.abandon()
-            raise UserError(f"no row to train on came out of {selection.train} chats; see {rejected.path} and the counts: {dict(self.counts)}")
-        supervised, others, data_hash = writer.token_counts(self.tokenizer.vocab_size)
-        table = self.write_vocab(supervised, others, metadata | {"data_hash": data_hash})
-        splits = writer.close()
-        return {"splits": splits, **table}
 
     def write_vocab(self, supervised: np.ndarray, others: np.ndarray, metadata: dict[str, str]) -> dict[str, Any]:
         """Choose the draft vocabulary and write its map."""

@@ -181,9 +181,9 @@ class RowWriter:
         return {split: {"rows": writer.rows, "tokens": writer.tokens, "supervised": self.supervised[split]} for split, writer in self.writers.items()}
 
     def release(self) -> None:
-        """Interrupted: the parts stay where the last checkpoint can go on with them."""
+        """Interrupted: the parts stay where the last checkpoint can go on with them; without one they go."""
         for writer in self.writers.values():
-            writer.release()
+            writer.release() if self.state.exists() else writer.abandon()
 
     def abandon(self) -> None:
         """Leave nothing behind."""

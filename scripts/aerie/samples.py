@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import struct
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Iterator, NamedTuple, Sequence
 
@@ -30,19 +31,27 @@ class Sample(NamedTuple):
     loss_mask: np.ndarray  # [T] uint8, 1: this token was written by the assistant and is supervised
 
 
+@contextmanager
+def system_errors(path: Path) -> Iterator[None]:
+    """safetensors hides the system's error, a full disk too, in its text: raised again as the OSError that it is."""
+    try:
+        yield
+    except SafetensorError as exc:
+        if (number := re.search(r"os error (\d+)", str(exc))) is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
+
+
 def save_atomic(path: Path, tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
     """Write a safetensors file under a temporary name in the same folder, fsync, rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        save_file(tensors, temporary, metadata=metadata)
+        with system_errors(path):
+            save_file(tensors, temporary, metadata=metadata)
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except SafetensorError as exc:  # hides the system's error, a full disk too, in its text
-        if (number := re.search(r"os error (\d+)", str(exc))) is None:
-            raise
-        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -143,7 +152,8 @@ class SampleWriter:
     def release(self) -> None:
         """Close the parts and leave them."""
         for file in self._files:
-            file.close()
+            with suppress(OSError):  # on a full disk: what close() wrote to the end is on the disk already, what an interrupted run had not synced is not counted
+                file.close()
 
     def abandon(self) -> None:
         """Remove the parts; the file of an earlier run stays as it was."""
