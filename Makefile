@@ -36,7 +36,7 @@ setup: ## venv with pinned packages, the CPU platform where there is no GPU, the
 	@scripts/setup.sh "$(VENV)" "$(PYTHON)"
 
 demo: $(READY) ## the whole way on a small real model, no GPU needed: about 10 to 15 minutes
-	@"$(PY)" scripts/demo.py
+	@"$(PY)" scripts/demo.py $(if $(RUN),--run='$(RUN)') $(foreach item,$(SET),--set '$(item)')
 
 all: $(READY) ## data, extract, train, check, serve, bench; every step goes on where it stopped
 	@"$(PY)" scripts/run_all.py $(ARGS)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import aerie  # noqa: F401  first: it finds the Python that has the packages
 import numpy as np
 import torch
 

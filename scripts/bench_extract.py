@@ -21,9 +21,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import aerie  # noqa: F401  first: it finds the Python that has the packages
+import numpy as np
 
 from aerie.config import Config, add_config_arguments, config_from_args
 from aerie.dumps import capture_info, check_dump, dump_path, read_dump, remove_dump, wait_dump

@@ -25,6 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import aerie  # noqa: F401  first: it finds the Python that has the packages
 import numpy as np
 import torch
 from safetensors.torch import save_file

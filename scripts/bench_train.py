@@ -19,6 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import aerie  # noqa: F401  first: it finds the Python that has the packages
 import torch
 
 from aerie.batches import Batch, build_batch

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from aerie.config import DEFAULT_CONFIG, load_config
 from aerie.errors import run_main
 from aerie.pipeline import Pipeline, call, script_command
-from aerie.servers import has_gpu, stop_servers
+from aerie.servers import has_gpu, refuse_busy_ports, stop_servers
 
 
 def print_table(report: dict, seconds: float) -> None:
@@ -43,6 +43,7 @@ def main() -> None:
     config = load_config(DEFAULT_CONFIG, args.run, args.overrides)
     where = "the GPU" if has_gpu() else "the CPU"
     print(f"Aerie's demo: {config.path.name} on {where}; everything it makes lies in {config.run.root}", flush=True)
+    refuse_busy_ports(config)
     start = time.monotonic()
     call(script_command(config, args.overrides, "prepare_target.py"), "preparing the target")
     try:

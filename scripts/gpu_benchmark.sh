@@ -5,7 +5,8 @@
 # A part that fails is named at the end and the rest goes on. Everything runs under runs/gpu-bench and is done again each time.
 set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-out=${1:?usage: gpu_benchmark.sh OUT [--set KEY=VALUE]...}; shift
+case ${1:-} in ''|-*) sed -n '2,5s/^# //p' "$0"; exit $([ "${1:-}" = --help ] && echo 0 || echo 2) ;; esac
+out=$1; shift
 py=${PY:-${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}}
 export PY=${py:-$here/../.venv/bin/python}
 cd "$here/.." && mkdir -p "$out"

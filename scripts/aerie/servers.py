@@ -284,6 +284,13 @@ def advice(reason: str) -> str:
     return ""
 
 
+def refuse_busy_ports(config: Config, modes: Sequence[str] = ("extraction", "serving", "baseline")) -> None:
+    """Before hours of work: raise UserError when a port that one of these servers will need is taken by something that is not this run's own."""
+    for mode in modes:
+        if Server.find(config, mode) is None and (problem := port_problem(config.server.host, port_of(config, mode))):
+            raise UserError(f"{problem}: SET='{PORT_KEYS[mode]}=N' with make, --set {PORT_KEYS[mode]}=N by hand (the {mode} server)")
+
+
 class Server:
     """One SGLang server: started here, or found again by its record."""
 

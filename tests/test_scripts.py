@@ -1,0 +1,73 @@
+"""Every script runs by hand: executable, from any folder, with any Python that finds .venv, and with one sentence where there is none."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Callable
+
+import pytest
+from aerie.config import Config
+from aerie.errors import UserError
+from aerie.paths import ROOT
+from aerie.servers import refuse_busy_ports
+
+SCRIPTS = sorted([*(ROOT / "scripts").glob("*.py"), *(ROOT / "scripts").glob("*.sh")])
+PLAIN = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"  # the Python that the venv was made from
+
+
+def plain_python() -> str:
+    """A Python without our packages, or skip."""
+    if not PLAIN.exists() or subprocess.run([PLAIN, "-c", "import safetensors"], capture_output=True, check=False).returncode == 0:
+        pytest.skip(f"{PLAIN} is not a Python without our packages")
+    return str(PLAIN)
+
+
+def run(*command: Any, **environment: str) -> subprocess.CompletedProcess:
+    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV", "PY")}
+    return subprocess.run([str(word) for word in command], cwd="/", env=kept | environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_all_are_executable() -> None:
+    assert len(SCRIPTS) > 25
+    for path in SCRIPTS:
+        assert os.access(path, os.X_OK) and path.read_text(encoding="utf-8").startswith("#!/usr/bin/env "), path
+
+
+@pytest.mark.parametrize("name", ["show_sample.py", "store_tool.py", "03_train.py", "bench_extract.py"])
+def test_a_plain_python_goes_on_with_the_venv(name: str, tmp_path: Path) -> None:
+    """In a copy whose .venv is a link to the Python of these tests."""
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    for folder in ("configs", "cuda"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    missing = run(plain_python(), tmp_path / "scripts" / name, "--help")
+    assert missing.returncode == 2 and "has no module" in missing.stderr and "make setup" in missing.stderr and len(missing.stderr.splitlines()) == 1
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    found = run(plain_python(), tmp_path / "scripts" / name, "--help")
+    assert found.returncode == 0 and found.stdout.startswith(f"usage: {name}"), found.stderr
+
+
+@pytest.mark.parametrize("name", ["gpu_benchmark.sh", "setup.sh"])
+def test_help_of_a_shell_script_does_nothing_else(name: str, tmp_path: Path) -> None:
+    done = run(ROOT / "scripts" / name, "--help", AERIE_RUNS_DIR=str(tmp_path))
+    assert done.returncode == 0 and name in done.stdout and not list(tmp_path.iterdir()) and not (ROOT / "--help").exists()
+    assert run(ROOT / "scripts" / name, "--no-such-flag", AERIE_RUNS_DIR=str(tmp_path)).returncode == 2
+
+
+def test_a_port_that_will_be_needed_is_refused_before_the_work(make_config: Callable[..., Config]) -> None:
+    config = make_config("llama", "ports")
+    refuse_busy_ports(config)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", config.bench.baseline_port))
+        listener.listen()
+        with pytest.raises(UserError, match="in use.*SET='bench.baseline_port=N'.*the baseline server"):
+            refuse_busy_ports(config)
+
+
+def test_make_demo_takes_run_and_set() -> None:
+    said = run("make", "-n", "-C", ROOT, "demo", "RUN=mine", "SET=serve.port=31001 data.limit=50", f"PY={sys.executable}").stdout
+    assert "--run='mine' --set 'serve.port=31001' --set 'data.limit=50'" in said
