@@ -10,10 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any, Callable
 
+import numpy as np
 import pytest
 from aerie.config import Config
 from aerie.errors import UserError
 from aerie.paths import ROOT
+from aerie.samples import save_atomic
 from aerie.servers import refuse_busy_ports
 
 SCRIPTS = sorted([*(ROOT / "scripts").glob("*.py"), *(ROOT / "scripts").glob("*.sh")])
@@ -71,3 +73,9 @@ def test_a_port_that_will_be_needed_is_refused_before_the_work(make_config: Call
 def test_make_demo_takes_run_and_set() -> None:
     said = run("make", "-n", "-C", ROOT, "demo", "RUN=mine", "SET=serve.port=31001 data.limit=50", f"PY={sys.executable}").stdout
     assert "--run='mine' --set 'serve.port=31001' --set 'data.limit=50'" in said
+
+
+def test_files_that_safetensors_writes_can_be_read_like_any_other(tmp_path: Path) -> None:
+    save_atomic(tmp_path / "a.safetensors", {"x": np.zeros(2, np.float32)}, {})
+    (tmp_path / "plain").write_text("")
+    assert (tmp_path / "a.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode

@@ -19,7 +19,7 @@ from .drafter import Drafter
 from .errors import UserError
 from .paths import RunPaths
 from .report import write_json
-from .samples import system_errors
+from .samples import settle, system_errors
 
 STATE = "state.json"
 
@@ -80,8 +80,7 @@ def write_checkpoint(root: Path, step: int, best_step: int, tensors: dict[str, T
         tensors = {name: value.contiguous() for name, value in tensors.items()}
         with system_errors(final / "tensors.safetensors"):
             save_file(tensors, temporary / "tensors.safetensors")
-        with open(temporary / "tensors.safetensors", "rb") as file:
-            os.fsync(file.fileno())
+        settle(temporary / "tensors.safetensors")
         write_json(temporary / STATE, {**state, "step": step, "best_step": best_step})
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)

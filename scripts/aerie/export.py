@@ -17,7 +17,7 @@ from .drafter import Drafter, DrafterShape
 from .errors import UserError
 from .identity import read_model_config
 from .report import write_json
-from .samples import system_errors
+from .samples import settle, system_errors
 
 
 ARCHITECTURES = {"llama": "LlamaForCausalLMEagle3", "mla": "Eagle3DeepseekV2ForCausalLM"}
@@ -119,8 +119,7 @@ def export_drafter(folder: Path, drafter: Drafter, draft_ids: Tensor, aux_layer_
     try:
         with system_errors(folder / "model.safetensors"):
             save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
-        with open(temporary / "model.safetensors", "rb") as file:
-            os.fsync(file.fileno())
+        settle(temporary / "model.safetensors")
         write_json(temporary / "config.json", drafter_config(drafter.shape, aux_layer_ids, target, dtype))
         write_json(temporary / "training.json", training)
         if folder.exists():

@@ -42,6 +42,15 @@ def system_errors(path: Path) -> Iterator[None]:
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
 
 
+def settle(path: Path) -> None:
+    """What safetensors wrote gets the mode of any other new file (it makes files that their owner alone can read), and is on the disk."""
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
 def save_atomic(path: Path, tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
     """Write a safetensors file under a temporary name in the same folder, fsync, rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,8 +58,7 @@ def save_atomic(path: Path, tensors: dict[str, np.ndarray], metadata: dict[str, 
     try:
         with system_errors(path):
             save_file(tensors, temporary, metadata=metadata)
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
+        settle(temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from .errors import UserError
+from .samples import settle
 from .store import Store, StoredSample
 
 FORMATS = ("specforge", "speculators")
@@ -58,6 +59,7 @@ def write_speculators(sample: StoredSample, number: int, out: Path, dtype: torch
     states = torch.cat([aux, whole_final(sample, dtype).unsqueeze(1)], 1)
     temporary = path.with_suffix(".tmp")
     save_file({"token_ids": sample.input_ids.to(torch.int64), "hidden_states": states}, temporary)
+    settle(temporary)
     os.replace(temporary, path)
     return path
 
