@@ -172,6 +172,7 @@ def main() -> int:
         "model_hash": store.manifest["model_hash"], "tokenizer_hash": store.manifest["tokenizer_hash"], "aux_layer_ids": config.target.aux_layer_ids,
         "capture_points": store.manifest.get("capture_points"), "fc_norm": shape.fc_norm, "norm_before_fc": shape.norm_before_fc, "norm_output": shape.norm_output,
         "num_steps": config.serve.num_steps, "fingerprint": belongs,
+        "served_dtype": config.target.dtype if config.target.dtype != "auto" else store.manifest["dtype"],  # auto: of the states, which the server wrote as it computed them
     }  # fmt: skip
 
     def on_best(best: Drafter, found: dict) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from aerie.check import SGLANG_VERSIONS, Check, Serving, table
-from aerie.config import add_config_arguments, config_from_args
+from aerie.check import FLOATS, SGLANG_VERSIONS, Check, Serving, table
+from aerie.config import DEFAULT_CONFIG, add_config_arguments, config_from_args
 from aerie.errors import EXIT_FAILED, UserError, run_main
 from aerie.report import versions
 from aerie.serving import read_manifest, serving_of
@@ -21,11 +21,14 @@ def main() -> int:
     parser.add_argument("--for", dest="engine", choices=("sglang", "vllm"), default="sglang", help="the engine that will serve it (default: %(default)s)")
     parser.add_argument("--server-version", default="", metavar="V", help=f"the SGLang that will serve it: {', '.join(SGLANG_VERSIONS)} (default: the "
         f"installed one)")
+    parser.add_argument("--dtype", default="", choices=("auto", *FLOATS), help="the dtype that target and drafter are served in (default: the config's; with DIR and "
+        "--target and no --config the one in the drafter's training.json)")
     add_config_arguments(parser)
-    args = parser.parse_args()
+    args = parser.parse_args(namespace=argparse.Namespace(config=""))  # stays "" when it is not given
     if args.server_version and args.server_version not in SGLANG_VERSIONS:
         raise UserError(f"--server-version {args.server_version}: its loader is not known here; known are {', '.join(SGLANG_VERSIONS)}")
-    by_hand = args.drafter and args.target  # then the config's server options say nothing about this pair
+    by_hand = args.drafter and args.target and not (args.config or args.run or args.overrides)  # then no config's server options say anything about this pair
+    args.config = args.config or DEFAULT_CONFIG
     config = None if by_hand else config_from_args(args)
     drafter = Path(args.drafter).expanduser() if args.drafter else config.run.drafter
     target = args.target or config.model_path
@@ -33,6 +36,10 @@ def main() -> int:
     serving.engine = args.engine
     serving.server_version = args.server_version or (versions()["sglang"] or "")
     check = Check(drafter, target, serving)
+    if args.dtype:
+        serving.dtype = args.dtype
+    elif by_hand and (recorded := check.training.get("served_dtype")) in FLOATS:
+        serving.dtype = recorded
     lines = check.run()
     print(f"drafter {drafter}\ntarget  {target}\n{table(lines)}")
     if check.failed:

@@ -17,7 +17,7 @@ from aerie.config import Config, add_config_arguments, config_from_args
 from aerie.errors import UserError, run_main
 from aerie.report import read_report, write_report
 from aerie.servers import dump_dir, has_gpu, server_args
-from aerie.shapes import Shape, load_shape
+from aerie.shapes import Shape
 
 GIB = planning.GIB
 
@@ -49,7 +49,7 @@ def choose_hardware(config: Config, args: argparse.Namespace) -> tuple[int, floa
         found = gpus_here()
         return len(found), min(found), "this machine's GPUs"
     if config.plan.gpus:
-        return config.plan.gpus, config.plan.gpu_gib * GIB, "[plan] of the config: no GPU was asked"
+        return config.plan.gpus, config.plan.gpu_gib * GIB, f"the machine that [plan] of the config names: {'--paper' if args.paper else 'this one has no GPU'}"
     return 0, 0.0, "no GPU here and none in [plan]: memory of GPUs is left out"
 
 
@@ -146,7 +146,7 @@ def main() -> int:
     parser.add_argument("--report", default="", metavar="FILE", help="write the plan as JSON")
     args = parser.parse_args()
     config = config_from_args(args)
-    shape = load_shape(config.model_path, config.plan.shape)
+    shape = planning.shape_of(config)
     amounts = planning.read_amounts(config)
     gpus, gpu_bytes, hardware = choose_hardware(config, args)
     if gpus and gpu_bytes <= 0:

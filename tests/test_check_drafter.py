@@ -159,6 +159,22 @@ def test_what_the_server_is_started_with_counts(tmp_path: Path, target: Path) ->
     assert failed(store={"aux_layer_ids": [1, 2, 4], "capture_points": [1, 2, 4]}) == ["capture_points"]
 
 
+def test_the_dtype_that_a_folder_is_served_in(tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """A float32 drafter under a bfloat16 target, both served in float32, as the demo's: by training.json, by --config, by --dtype; without any of them it is refused."""
+    from cpu_tools import write_config
+
+    folder = write_drafter(tmp_path / "unsaid", *llama_drafter(torch.float32))
+    assert run_script(monkeypatch, folder, "--target", target) == 1 and "--dtype" in capsys.readouterr().err
+    assert run_script(monkeypatch, folder, "--target", target, "--dtype", "float32") == 0
+    config = write_config(tmp_path / "float32.toml", target, [1, 2, 4], target={"dtype": "float32"})
+    assert run_script(monkeypatch, folder, "--target", target, "--config", config) == 0
+    said = write_drafter(tmp_path / "said", *llama_drafter(torch.float32), {"served_dtype": "float32"})
+    assert run_script(monkeypatch, said, "--target", target, "--server-version", "0.5.17") == 0
+    assert run_script(monkeypatch, said, "--target", target, "--dtype", "auto") == 1
+    odd = write_drafter(tmp_path / "odd", *llama_drafter(torch.float32), {"served_dtype": ["fp8"]})
+    assert run_script(monkeypatch, odd, "--target", target) == 1
+
+
 def test_another_target_of_the_same_shape(tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     training = {"model_hash": model_hash(target), "tokenizer_hash": tokenizer_hash(target)}
     folder = write_drafter(tmp_path / "drafter", *llama_drafter(), training)

@@ -147,6 +147,25 @@ def test_a_damaged_report_is_named(tmp_path, content):
     assert read_report(tmp_path / "none.json") == {}
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "make it with `make data`, or"),
+        (["--config", "kimi-k2.5", "--run", "kimi-k2_5"], "`make data CONFIG=kimi-k2.5`, or"),
+        (["--run", "demo"], "`make data RUN=demo`, or"),
+        (["--config", "{own}", "--run", "demo"], "`make data CONFIG='{own}' RUN=demo`, or"),
+    ],
+)
+def test_advice_names_config_and_run_where_they_are_not_makes_own(tmp_path, words, said):
+    own = tmp_path / "my own.toml"
+    own.write_text(MINIMAL)
+    code = (f"import argparse, sys; sys.path.insert(0, {str(ROOT / 'scripts')!r}); from aerie.errors import UserError, run_main; from aerie.config import *\n"
+            "def main():\n parser = argparse.ArgumentParser(); add_config_arguments(parser); config_from_args(parser.parse_args())\n"
+            " raise UserError('make it with `make data`, or not')\nrun_main(main)")  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code, *(word.format(own=own) for word in words)], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and said.format(own=own) in done.stderr, done.stderr
+
+
 def test_why_no_server_can_listen():
     with socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))

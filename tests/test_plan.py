@@ -14,6 +14,7 @@ from aerie import plan as planning
 from aerie.batches import build_batch
 from aerie.config import load_config
 from aerie.drafter_shapes import LLAMA, expected_tensors
+from aerie.errors import UserError
 from aerie.paths import ROOT
 from aerie.rid import new_rid, sample_id
 from aerie.samples import Sample, write_samples
@@ -146,6 +147,31 @@ def test_amounts_come_from_the_data_once_it_is_there(tmp_path, monkeypatch):
     assert amounts.final_rows == sum(supervised_naive(sample.loss_mask) for sample in samples)
 
 
+def test_samples_before_there_is_data(tmp_path, monkeypatch):
+    """From data.limit + data.heldout, no more than the chats there are; else the chats; the source is said; nothing known: an error that says it for make too."""
+    monkeypatch.setenv("AERIE_RUNS_DIR", str(tmp_path))
+    demo = planning.read_amounts(load_config("smollm2-135m"))
+    assert (demo.samples, demo.tokens) == (280, 280 * 115) and "data.limit 240 + data.heldout 40" in demo.source
+    assert planning.read_amounts(load_config("smollm2-2000")).samples == 2400 + 128
+
+    lines, array, missing = tmp_path / "a.jsonl", tmp_path / "b.json", tmp_path / "none.jsonl"
+    lines.write_text('{"prompt": "one"}\n\n{"prompt": "two"}\n')
+    array.write_text(json.dumps([{"prompt": str(number)} for number in range(5)], indent=1))
+
+    def amounts(*files: Path, limit: int = 0) -> planning.Amounts:
+        inputs = json.dumps([str(path) for path in files])
+        return planning.read_amounts(load_config("smollm2-135m", overrides=[f"data.inputs={inputs}", f"data.limit={limit}", "data.heldout=1", "plan.tokens_per_sample=5000"]))
+
+    found = amounts(lines, array)
+    assert (found.samples, found.tokens) == (7, 7 * 1024) and "the chats in the files of data.inputs" in found.source and "data.max_tokens" in found.source
+    assert amounts(lines, array, limit=100).samples == 7 and amounts(lines, array, limit=3).samples == 4
+    assert amounts(lines, missing).samples == 2 and "1 readable ones of the 2 files" in amounts(lines, missing).source
+    assert amounts(missing, limit=3).samples == 4
+    for nothing in ((), (missing, tmp_path)):
+        with pytest.raises(UserError, match=r"--set plan.samples=10000 \(make: SET='plan.samples=10000'\)"):
+            amounts(*nothing)
+
+
 @pytest.mark.parametrize("arch", ["llama", "mla"])
 def test_drafter_parameters(arch):
     config = load_config("kimi-k2.5", overrides=[f"draft.arch={arch}"])
@@ -270,6 +296,25 @@ def test_script_says_what_fits_and_exits_2_where_it_does_not(tmp_path):
     assert report["refusals"] == [] and near(sum(value for name, value in report["phases"]["extraction"].items() if name.startswith("weights")) / GIB, 72.33, 0.02)
     done = script("--config", "kimi-k2.5", "--paper", "--gpus", "4", "--gpu-gib", "94")
     assert done.returncode == 2 and "tp-size = 8" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_script_before_the_target_is_made_names_make_target(tmp_path, monkeypatch):
+    """Also for a copy of the demo's config, as docs/adding.md says it."""
+    monkeypatch.setenv("AERIE_RUNS_DIR", str(tmp_path))
+    mine = tmp_path / "mine.toml"
+    mine.write_text((ROOT / "configs/smollm2-135m.toml").read_text())
+    for words, advice in (((), "`make target`"), (("--config", "smollm2-2000"), "`make target CONFIG=smollm2-2000`"), (("--config", str(mine)), f"`make target CONFIG={mine}`")):
+        done = script(*words)
+        assert done.returncode == 2 and advice in done.stderr and "Traceback" not in done.stderr, done.stderr
+    done = script("--config", str(mine), "--set", "target.from_package=")
+    assert done.returncode == 2 and "download the model" in done.stderr
+
+
+def test_script_plans_the_demo(tmp_path, monkeypatch, smollm2):
+    monkeypatch.setenv("AERIE_RUNS_DIR", str(tmp_path))
+    done = script("--set", f"target.model_path={smollm2}")
+    assert done.returncode == 0, done.stderr
+    assert "280 samples" in done.stdout and "data.limit 240 + data.heldout 40" in done.stdout and "no GPU was asked" not in done.stdout
 
 
 LOG = """[2026-01-29 01:14:35 TP7] Load weight end. elapsed=79.04 s, type=KimiK25ForConditionalGeneration, dtype=torch.bfloat16, avail mem=21.82 GB, mem usage=72.33 GB.

@@ -47,7 +47,7 @@ def test_no_drafter_at_all(config: Config) -> None:
         (config.run.drafter / name).unlink()
     config.run.drafter.rmdir()
     done = serve(config)
-    assert done.returncode == 2 and "does not exist; train one with `make train`" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and f"does not exist; train one with `make train CONFIG={config.path}" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_port_in_use(config: Config) -> None:

@@ -39,6 +39,7 @@ def test_train_exports_a_drafter_that_the_check_passes(make_config, tmp_path):
     assert (config.run.drafter / "curves.png").stat().st_size > 10_000
     check = Check(config.run.drafter, config.model_path)
     assert not [line for line in check.run() if line.ok is False]
+    assert json.loads((config.run.drafter / "training.json").read_text())["served_dtype"] == config.target.dtype == "float32"
     names = load_file(config.run.drafter / "model.safetensors")
     assert names["d2t"].dtype == torch.int64 and names["t2d"].sum() == 128
 

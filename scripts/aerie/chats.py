@@ -284,6 +284,24 @@ def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
             buffer = buffer[used:]
 
 
+def _is_json(path: Path, start: bytes) -> bool:
+    return start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[" or path.suffix == ".json"
+
+
+def count_rows(path: Path) -> int | None:
+    """How many rows a file of chats has, good and bad ones, without parsing JSONL; None when it is no file that can be read."""
+    try:
+        if not path.is_file():
+            return None
+        with open(path, "rb") as file:
+            if not _is_json(path, file.read(4096)):
+                file.seek(0)
+                return sum(1 for line in file if line.strip())
+        return sum(1 for _, row in _json_rows(path) if not isinstance(row, BadRow))
+    except (OSError, ValueError):  # no permission, a name too long, not UTF-8
+        return None
+
+
 def read_rows(path: Path) -> Iterator[tuple[int, Any, Chat | BadRow]]:
     """(line, raw row, Chat or why it is none) for each row of a file. Raises UserError when the file cannot be read.
 
@@ -294,14 +312,13 @@ def read_rows(path: Path) -> Iterator[tuple[int, Any, Chat | BadRow]]:
             raise UserError(f"{path} is no regular file, and chats are read twice; write them to a file first")
         with open(path, "rb") as file:
             start = file.read(4096)
-            head = start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; name the chats in data.inputs (JSONL or JSON)") from None
     except (OSError, ValueError) as exc:  # a folder, no permission, a name too long or with a null byte
         raise UserError(f"{path} cannot be read ({getattr(exc, 'strerror', None) or exc}); name files of chats in data.inputs") from None
     if b"\0" in start:
         raise UserError(f"{path} is UTF-16, UTF-32 or no text at all (null bytes at its beginning); convert it to UTF-8 first")
-    rows = _json_rows(path) if head == b"[" or path.suffix == ".json" else _jsonl_rows(path)
+    rows = _json_rows(path) if _is_json(path, start) else _jsonl_rows(path)
     try:
         for number, row in rows:
             if isinstance(row, BadRow):

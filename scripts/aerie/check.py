@@ -340,7 +340,8 @@ class Check:
             yield Line(False, "dtype", f"float16 weights under a target served in {target}; export the drafter in {target}")
         elif own != target:
             said = self.config.get("dtype") or self.config.get("torch_dtype") or "missing"
-            yield Line(False, "dtype", f"{said}: SGLang would run the drafter in {own} and the target in {target}; write \"dtype\": \"{target}\"")
+            yield Line(False, "dtype", f"{said}: SGLang would run the drafter in {own} and the target in {target}; write \"dtype\": \"{target}\""
+                + (", or name the dtype that both are served in (target.dtype of the config; check_drafter.py --dtype)" if self.serving.dtype == "auto" else ""))
         else:
             yield Line(True, "dtype", f"{', '.join(stored)} in the file, served in {target} like the target")
 

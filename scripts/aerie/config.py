@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import math
 import re
+import shlex
 import tomllib
 import types
 import typing
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from . import errors
 from .errors import UserError
 from .paths import CONFIGS, RunPaths, expanded, resolve_model
 
@@ -389,6 +391,17 @@ def add_config_arguments(parser: argparse.ArgumentParser, positional: bool = Fal
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override one key of the config; may be repeated")
 
 
+def make_words(config: Config) -> str:
+    """' CONFIG=... RUN=...' as make takes them for this config and run; what make takes anyway is left out."""
+    name = config.name if config.path == CONFIGS / f"{config.name}.toml" else str(config.path)
+    words = [] if name == DEFAULT_CONFIG else [f"CONFIG={shlex.quote(name)}"]
+    if config.run.name != config.name.replace(".", "_"):
+        words.append(f"RUN={config.run.name}")
+    return "".join(f" {word}" for word in words)
+
+
 def config_from_args(args: argparse.Namespace) -> Config:
     """The Config that add_config_arguments() asked for."""
-    return load_config(args.config, args.run, args.overrides)
+    config = load_config(args.config, args.run, args.overrides)
+    errors.make_words = make_words(config)
+    return config

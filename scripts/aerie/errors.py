@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import sys
 from typing import Callable, NoReturn
 
@@ -21,12 +22,23 @@ WRITING = {
 BAD_PATH = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP)
 
 
+make_words = ""  # " CONFIG=... RUN=..." of the config that the script has read, as far as they are not make's defaults; set by config_from_args
+
+
 class UserError(Exception):
     """What is wrong, the value, where it stands, what to do: one sentence, no traceback, exit code 2."""
 
 
+def with_make_words(text: str) -> str:
+    """The sentence with CONFIG and RUN in every `make STEP` that it advises, so that the command can be copied."""
+    steps = "target|server|data|extract|train|stream|check|serve|bench|stop|plan|doctor|all"
+    return re.sub(rf"`make ({steps})`", lambda found: f"`make {found[1]}{make_words}`", text)
+
+
 def run_main(main: Callable[[], int | None]) -> NoReturn:
     """Run a script's main() and exit; UserError, a full disk and a path that cannot be used become one line on stderr and exit code 2."""
+    global make_words
+    make_words = ""
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w", encoding="utf-8") for stream in (sys.stdout, sys.stderr))  # closed: `script >&-`
     for stream in (sys.stdout, sys.stderr):  # a locale without the characters that we print must not end a run
         if isinstance(stream, io.TextIOWrapper):
@@ -35,7 +47,7 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
         code = main() or 0
         sys.stdout.flush()
     except UserError as exc:
-        print(f"error: {exc}", file=sys.stderr)
+        print(f"error: {with_make_words(str(exc))}", file=sys.stderr)
         code = EXIT_USER
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

