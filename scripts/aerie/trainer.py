@@ -240,6 +240,9 @@ class Trainer:
             self.on_best(self.full_drafter(), found)
         else:
             state.without_better += 1
+            if self.group.rank == 0:
+                better = f"the one of step {state.best_step} with {state.best:.3f} stays"
+                print(f"step {state.step}: predicted accept length {found['predicted_accept_length']:.3f}; {better}", flush=True)
 
     @torch.no_grad()
     def full_drafter(self) -> Drafter:
