@@ -10,7 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from aerie.capture_server import MODE, check_patch, running_server, self_test
-from aerie.config import add_config_arguments, config_from_args
+from aerie.config import add_config_arguments, config_from_args, make_words
 from aerie.errors import UserError, run_main
 from aerie.servers import Server
 
@@ -45,10 +45,9 @@ def main() -> int:
         begin = time.monotonic()
         server.wait_ready()
         print(self_test(config, server))
-        print(f"ready after {time.monotonic() - begin:.0f} s: {server.url}", flush=True)
+        print(f"ready after {time.monotonic() - begin:.0f} s: {server.url}; end it with {f'`make stop{make_words(config)}`' if args.background else 'Ctrl-C'}", flush=True)
         leave = args.background
         if not leave:
-            print("Ctrl-C ends it", flush=True)
             while server.alive():
                 time.sleep(0.5)
             raise UserError(f"the extraction server ended by itself: {server.last_error()} (log: {server.log})")

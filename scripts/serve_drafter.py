@@ -5,16 +5,17 @@ Stays in the foreground and starts a dead server again (serve.max_restarts times
 """
 
 import argparse
+import os
 import signal
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from aerie.config import Config, add_config_arguments, config_from_args
+from aerie.config import Config, add_config_arguments, config_from_args, make_words
 from aerie.errors import UserError, run_main
 from aerie.servers import Server, stop_servers, watcher_path, watcher_record
-from aerie.serving import launch, record_watcher, refuse_bad_drafter, start_in_background, warm_up, watch
+from aerie.serving import BACKGROUND, launch, record_watcher, refuse_bad_drafter, start_in_background, warm_up, watch
 
 
 def foreground(config: Config, mode: str) -> None:
@@ -29,7 +30,8 @@ def foreground(config: Config, mode: str) -> None:
         server = launch(config, mode)
         launched = True
         print(warm_up(config, server), flush=True)
-        print(f"ready on {server.url}; end it with Ctrl-C or --stop", flush=True)
+        how = f"`make stop{make_words(config)}`" if os.environ.get(BACKGROUND) else "Ctrl-C"
+        print(f"ready on {server.url}; end it with {how}", flush=True)
         record_watcher(config, mode, ready=True)
         watch(config, server)
     finally:
@@ -39,7 +41,7 @@ def foreground(config: Config, mode: str) -> None:
 
 
 def main() -> int | None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog="04_serve.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_config_arguments(parser, positional=True)
     parser.add_argument("--without-drafter", action="store_true", help="serve the target alone, on bench.baseline_port")
     how = parser.add_mutually_exclusive_group()
@@ -55,7 +57,7 @@ def main() -> int | None:
         return 0
     running = Server.find(config, mode)
     if running and running.healthy():
-        print(f"the {mode} server of run {config.run.name} already runs on {running.url}")
+        print(f"the {mode} server of run {config.run.name} already runs on {running.url}; `make stop{make_words(config)}` ends it")
         return 0
     if running or watcher_record(config, mode):
         raise UserError(f"the {mode} server of run {config.run.name!r} is starting or does not answer; see {config.run.logs / f'{mode}.log'}, wait, or end "

@@ -1,15 +1,19 @@
 """README.md and docs/ say what is: commands run or parse, keys exist, messages are in the code, files and links are there."""
 
+import dataclasses
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from functools import lru_cache
 from pathlib import Path
 
 import pytest
 from aerie import config as configuration
+from aerie.chats import parse_row
 from aerie.config import SECTIONS, load_config
 from aerie.paths import CONFIGS, ROOT
 from kimi_sglang_parser import parse_lines
@@ -106,7 +110,7 @@ def check_command(line: str) -> None:
 
 def test_there_are_pages_and_commands():
     names = {path.name for path in PAGES}
-    assert {"overview.md", "data.md", "extract.md", "train.md", "serve.md", "bench.md", "adding.md", "compare.md", "sm120.md", "scale.md"} <= names
+    assert {"overview.md", "data.md", "extract.md", "train.md", "serve.md", "bench.md", "adding.md", "compare.md", "sm120.md", "scale.md", "config.md"} <= names
     assert len(COMMANDS) > 30
 
 
@@ -145,6 +149,36 @@ def test_config_keys_exist():
         for section, key in re.findall(rf"`({'|'.join(SECTIONS)})\.([a-z_]+)[`= ]", path.read_text()):
             if key not in ("py", "md", "toml", "safetensors", "log", "jsonl", "json"):
                 assert f"{section}.{key}" in known, f"{path.name}: {section}.{key}; {configuration.nearest(f'{section}.{key}', known)}"
+
+
+def test_config_page_has_every_key():
+    """docs/config.md: a table a section, every key of the loader in its order with its default and a meaning, and no other key."""
+    section, found = "", []
+    for line in (ROOT / "docs" / "config.md").read_text().splitlines():
+        section = match[1] if (match := re.match(r"## \[(\w+)\]$", line)) else section
+        if match := re.match(r"\| `(\w+)\.(\w+)` \| (`([^`]*)`|none) \| (.+) \|$", line):
+            assert match[1] == section and match[5].endswith(".") and "`|" not in match[5], line
+            found.append((f"{match[1]}.{match[2]}", tomllib.loads(f"value = {match[4]}")["value"] if match[4] else None))
+        else:
+            assert not line.startswith("| `"), line
+    known = []
+    for name, kind in SECTIONS.items():
+        for item in dataclasses.fields(kind):
+            made = item.default_factory is not dataclasses.MISSING
+            known.append((f"{name}.{item.name}", item.default_factory() if made else None if item.default is dataclasses.MISSING else item.default))
+    assert [key for key, _ in found] == [key for key, _ in known]
+    for (key, said), (_, default) in zip(found, known):
+        assert said == default and type(said) is type(default), f"{key}: the page says {said!r}, the loader {default!r}"
+
+
+def test_example_chats_are_chats():
+    """docs/data.md shows one row of each form, and the data step reads them."""
+    text = (ROOT / "docs" / "data.md").read_text()
+    rows = [json.loads(line) for block in re.findall(r"```json\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
+    assert [next(iter(row)) for row in rows] == ["messages", "conversations", "prompt", "input_ids", "system"]
+    chats = [parse_row(row) for row in rows]
+    assert [chat.messages[-1]["role"] for chat in chats if chat.input_ids is None] == ["assistant"] * 3 + ["user"]
+    assert chats[-1].tools and chats[-1].messages[0]["role"] == "system"
 
 
 def test_messages_are_in_the_code():

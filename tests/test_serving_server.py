@@ -14,7 +14,7 @@ from typing import Callable, Iterator
 import numpy as np
 import pytest
 import torch
-from aerie.config import Config
+from aerie.config import Config, make_words
 from aerie.drafter import Drafter
 from aerie.drafter_init import init_from_target, make_shape
 from aerie.errors import UserError
@@ -74,6 +74,7 @@ def wait_for(what: Callable[[], bool], seconds: float = 240) -> None:
 
 def test_a_killed_server_comes_back_and_stop_ends_all(config: Config) -> None:
     said = run(config, "04_serve.sh", "--background")
+    assert f"end it with `make stop{make_words(config)}`" in said and "Ctrl-C" not in said
     assert "checks passed" in said and "warm-up: accept length" in said and "training predicted none" in said
     assert "already runs" in run(config, "04_serve.sh", "--background")
     first = Server.find(config, "serving")

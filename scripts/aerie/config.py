@@ -312,7 +312,7 @@ def _parse_override(text: str) -> tuple[list[str], Any]:
     key, equals, raw = text.partition("=")
     parts = key.strip().split(".")
     if not equals or len(parts) < 2:
-        raise UserError(f"--set {text!r}: write section.key=value, for example --set train.lr=5e-5")
+        raise UserError(f"--set {text!r}: write section.key=value, for example --set train.lr=5e-5 (in make's SET a space begins the next key)")
     try:
         value = tomllib.loads(f"value = {raw.strip()}")["value"]
     except (ValueError, RecursionError):

@@ -296,7 +296,7 @@ def plan_streaming(plan: Plan, config: Config, tp: int) -> None:
     if server + trainer > plan.gpu_bytes:
         plan.refusals.append(
             f"streaming: extract.keep_gb trains while extracting, the server takes {server / GIB:.1f} GiB of every GPU and the trainer needs {trainer / GIB:.1f} of the "
-            f"{plan.gpu_bytes / GIB:.1f}; give it a GPU of its own, lower mem-fraction-static, or set extract.keep_gb = 0 and extract.dtype = \"fp8\""
+            f"{plan.gpu_bytes / GIB:.1f}; give it a GPU of its own (server.gpus, train.gpus), lower mem-fraction-static, or set extract.keep_gb = 0 and extract.dtype = \"fp8\""
         )
 
 

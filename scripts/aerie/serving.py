@@ -17,6 +17,7 @@ from .report import read_report, versions, write_json
 from .samples import SampleFile
 from .servers import Server, has_gpu, server_args, start_ticks, watcher_path, watcher_record
 
+BACKGROUND = "AERIE_BACKGROUND"  # in the environment of a script that start_in_background() started: no Ctrl-C reaches it
 WARM_UP_CHATS = 8
 FAR_BELOW = 0.7  # served / predicted under this: something is wrong, not only noise
 
@@ -134,7 +135,7 @@ def start_in_background(config: Config, mode: str, command: list[str], cwd: str 
     log = config.run.logs / f"{mode}-watcher.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "wb") as output:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, cwd=cwd)
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, cwd=cwd, env=os.environ | {BACKGROUND: "1"})
     shown = 0
     try:
         while True:
