@@ -174,7 +174,7 @@ class Plan:
     """The machine and the amounts that `make plan` reckons with where it cannot look them up. Rates are tokens a second over all GPUs; 0: unknown, hours are not printed."""
 
     shape: str = ""  # configs/shapes/NAME.json: used while the target's own folder is not there
-    gpus: int = 0  # the machine this config was written for; 0: one
+    gpus: int = 0  # of the machine this config was written for; 0: not named
     gpu_gib: float = 0.0  # memory a GPU as the driver gives it to a process
     samples: int = 0  # until data/report.json says
     tokens_per_sample: float = 2350.0
