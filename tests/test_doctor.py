@@ -170,6 +170,48 @@ def test_model_folder(tmp_path):
     assert "b.safetensors is empty" in line(check(), "model folder")
 
 
+@pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 1}}', '{"weight_map": {"a": ["x"]}}', "[" * 100000, "\udcff"])
+def test_a_broken_index_is_said_not_raised(tmp_path, content):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors.index.json").write_bytes(content.encode(errors="surrogateescape"))
+    code, text = doctor("--set", f"target.model_path={tmp_path}", "--set", "target.from_package=")
+    assert code == 1 and line(text, "model folder").startswith("✗") and "is not a safetensors index" in line(text, "model folder")
+
+
+def test_a_config_for_gpus_on_a_machine_without(tmp_path):
+    """Crosses for the GPUs and for the disk of its plan (4.4 TB for Kimi-K2.5); the demo's config gets neither."""
+    code, text = doctor("--config", "kimi-k2.5", path=str(tmp_path), AERIE_RUNS_DIR=str(tmp_path))
+    assert code == 1 and "not for kimi-k2.5.toml" in line(text, "NVIDIA driver")
+    assert line(text, "tensor parallelism").startswith("✗") and "asks for 8 of 0 GPUs" in line(text, "tensor parallelism")
+    assert "kimi-k2.5.toml needs 4,428 GB" in line(text, "disk") and "extract.dtype" in text
+    _, text = doctor("--config", "qwen3-8b", path=str(tmp_path), AERIE_RUNS_DIR=str(tmp_path))
+    assert line(text, "GPUs: none here").startswith("✗") and "written for 1" in text
+    _, text = doctor("--set", "server.gpus=[1]", path=str(tmp_path), AERIE_RUNS_DIR=str(tmp_path))
+    assert line(text, "GPUs by number").startswith("✗") and "not for smollm2" in text
+    _, text = doctor(path=str(tmp_path), AERIE_RUNS_DIR=str(tmp_path))
+    assert "tensor parallelism" not in text and "not for" not in text and "needs 4" not in line(text, "disk")
+
+
+def test_no_tick_for_a_need_that_is_not_known(tmp_path):
+    _, text = doctor("--config", "kimi-k2.5", python=str(tmp_path / "none"), flags=("-S", "-E"))
+    assert line(text, "disk").startswith(("·", "✗")) and "cannot be computed yet" in line(text, "disk")
+    assert "`make target CONFIG=smollm2-2000`" in doctor("--config", "smollm2-2000", AERIE_RUNS_DIR=str(tmp_path))[1]
+
+
+def test_memory_is_compared_with_the_plan(tmp_path, smollm2):
+    """Eight billion parameters in float32 on the CPU take 31 GiB, smollm2's none worth a word; on GPUs it is 4 GB a rank at least."""
+    from aerie.config import load_config
+    from aerie.doctor.checks import Facts
+    from aerie.doctor.needs import needs_of
+
+    def memory(name: str, *overrides: str) -> float:
+        return needs_of(Facts("", None, load_config(name, "needs", overrides), "")).memory / 1e9
+
+    on_cpu = ("plan.gpus=0", "target.model_path=/nowhere", "target.dtype=float32")
+    assert 34 < memory("llama-3.1-8b", *on_cpu) < 38 and memory("smollm2-135m", f"target.model_path={smollm2}") < 4.5
+    assert 32 < memory("kimi-k2.5") < 40
+
+
 def test_a_port_in_use(tmp_path):
     import socket
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .check import served_dtype
 from .config import Config
 from .errors import UserError
 from .identity import read_model_config, text_config
@@ -29,6 +28,8 @@ def needed_bytes(config: Config, mode: str, gpu: bool) -> float:
         args = server_args(config, mode)
         ranks = int(args.get("tp", args.get("tensor-parallel-size", args.get("tp-size", 1))))
         return ranks * (GPU_PROCESS + max(target + drafter, default=0))
+    from .check import served_dtype  # imports torch, which `make doctor` does without
+
     model = text_config(read_model_config(config.model_path))
     own = str(model.get("dtype") or model.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     growth = BYTES.get(served_dtype(model, config.target.dtype), 2) / BYTES.get(own, 2)

@@ -9,6 +9,7 @@ from typing import Iterator
 
 from . import sm120
 from .checks import GIB, Facts, Result, run, version_tuple
+from .needs import for_gpus, ranks_of
 
 # Lowest driver by CUDA major.minor (NVIDIA's CUDA compatibility table, Linux).
 DRIVERS = {(13, 0): (580,), (12, 9): (575,), (12, 8): (570,), (12, 6): (560,), (12, 4): (550,)}
@@ -20,7 +21,8 @@ def check_driver(facts: Facts) -> Iterator[Result]:
     if not facts.gpus:
         code, _ = run(["nvidia-smi", "-L"])
         if code == 127:
-            yield Result(None, "NVIDIA driver", "none here: everything runs on the CPU, which is enough for the demo and the tests")
+            enough = "which is enough for the demo and the tests" + (f", not for {facts.config.path.name}" if for_gpus(facts) else "")
+            yield Result(None, "NVIDIA driver", f"none here: everything runs on the CPU, {enough}")
         else:
             yield Result(False, "NVIDIA driver", "nvidia-smi is there and lists no GPU", "load the driver (dmesg says why it did not), or in a container pass the GPUs in (--gpus all)")
         return
@@ -41,9 +43,22 @@ def check_gpus(facts: Facts) -> Iterator[Result]:
     busy = {gpu.index: gpu.used for gpu in facts.gpus if gpu.used > 2 * GIB}
     if busy:
         yield Result(None, "GPU memory", "in use: " + ", ".join(f"GPU {index} {used / GIB:.1f} GiB" for index, used in busy.items()), "nvidia-smi says by whom; `make stop` ends a run's own servers")
-    if facts.config and facts.gpus:
-        tp = int(facts.server_args.get("tp-size", facts.server_args.get("tp", 1)))
-        yield Result(tp <= len(facts.gpus), "tensor parallelism", f"{facts.config.path.name} asks for {tp} of {len(facts.gpus)} GPUs", "`make plan` says what fits on fewer")
+
+
+def check_enough_gpus(facts: Facts) -> Iterator[Result]:
+    """What the config asks for against what is here, also where that is none."""
+    if not facts.config:
+        return
+    name, here, ranks = facts.config.path.name, len(facts.gpus), ranks_of(facts.server_args)
+    if here or ranks > 1:
+        yield Result(ranks <= here, "tensor parallelism", f"{name} asks for {ranks} of {here} GPUs", "run it on a machine that has them; `make plan` says what fits on fewer")
+    elif facts.config.plan.gpus:
+        planned = facts.config.plan.gpus
+        yield Result(False, "GPUs", f"none here; {name} was written for {planned}", "run it where there is one; without a GPU this target is too slow to be of use")
+    named = [*facts.config.server.gpus, *facts.config.train.gpus]
+    if named:
+        yield Result(max(named) < here, "GPUs by number", f"server.gpus and train.gpus name GPU {max(named)}, the last here is {here - 1 if here else 'none'}",
+                     "set them to GPUs that nvidia-smi lists")  # fmt: skip
 
 
 def check_links(facts: Facts) -> Iterator[Result]:
@@ -97,4 +112,4 @@ def check_messages(facts: Facts) -> Iterator[Result]:
     yield Result(False if fatal else None, "driver messages", said, todo if fatal else "")
 
 
-CHECKS = (check_driver, check_gpus, check_links, check_hmm, check_messages, sm120.check_sm120)
+CHECKS = (check_driver, check_gpus, check_enough_gpus, check_links, check_hmm, check_messages, sm120.check_sm120)

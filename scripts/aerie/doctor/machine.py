@@ -12,6 +12,7 @@ from typing import Iterator
 
 from ..paths import runs_dir
 from .checks import GIB, Facts, Result, free_bytes
+from .needs import LEAST_DISK, for_gpus, needs_of
 
 
 def memory_available() -> tuple[int, int]:
@@ -22,7 +23,8 @@ def memory_available() -> tuple[int, int]:
 
 def check_memory(facts: Facts) -> Iterator[Result]:
     available, total = memory_available()
-    needed = 32 * GIB if facts.gpus else 6 * GIB
+    planned = needs_of(facts)
+    needed = int(max(32 * GIB if facts.gpus else 6 * GIB, planned.memory if planned else 0))
     yield Result(
         available >= needed, "host memory", f"{available / GIB:.0f} of {total / GIB:.0f} GiB available",
         f"a server needs about {needed // GIB} GiB here; loading a large target with less was killed (exit -9, sglang #21898)",
@@ -32,13 +34,21 @@ def check_memory(facts: Facts) -> Iterator[Result]:
 
 
 def check_space(facts: Facts) -> Iterator[Result]:
-    free = free_bytes(runs_dir())
-    yield Result(free >= 20 * GIB, "disk", f"{free / 1e9:,.0f} GB free for {runs_dir()}", "the demo needs 20 GB; AERIE_RUNS_DIR points runs at another disk; `make plan CONFIG=...` says what a run needs")
+    free, planned = free_bytes(runs_dir()), needs_of(facts)
+    needed = max(LEAST_DISK, planned.disk if planned else 0)
+    detail, todo = f"{free / 1e9:,.0f} GB free for {runs_dir()}", "the demo needs 20 GB; AERIE_RUNS_DIR points runs at another disk; `make plan CONFIG=...` says what a run needs"
+    if planned and planned.disk > LEAST_DISK:
+        detail += f", {facts.config.path.name} needs {planned.disk / 1e9:,.0f} GB"
+        todo = "`make plan CONFIG=...` says for what; AERIE_RUNS_DIR points runs at another disk; extract.dtype = \"fp8\" takes half; `make stream` (extract.keep_gb) never holds it all"
+    unknown = planned is None and for_gpus(facts)  # then a tick would say too much
+    if unknown:
+        detail += f"; what {facts.config.path.name} needs cannot be computed yet"
+    yield Result(False if free < needed else None if unknown else True, "disk", detail, todo)
     shm = Path("/dev/shm")
     folder = Path(facts.config.server.dump_dir) if facts.config and facts.config.server.dump_dir else shm
     if facts.gpus or folder != shm:
         room = free_bytes(folder)
-        yield Result(room >= 8 * GIB, "dump folder", f"{room / GIB:.1f} GiB free in {folder}", "mount -o remount,size=64G /dev/shm (containers: --shm-size=64g), or set server.dump_dir to a fast disk")
+        yield Result(room >= max(8 * GIB, planned.dumps if planned else 0), "dump folder", f"{room / GIB:.1f} GiB free in {folder}", "mount -o remount,size=64G /dev/shm (containers: --shm-size=64g), or set server.dump_dir to a fast disk")
 
 
 def check_limits(facts: Facts) -> Iterator[Result]:
@@ -81,9 +91,9 @@ def safetensors_problem(path: Path) -> str:
             return "is cut off inside its header"
         try:
             header = json.loads(file.read(length))
-        except ValueError:
+            end = max((int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"), default=0)
+        except (ValueError, RecursionError, AttributeError, LookupError, TypeError):  # no JSON, or JSON of another kind
             return "has a damaged header"
-    end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
     return "" if size == 8 + length + end else f"has {size:,} bytes, its header says {8 + length + end:,}"
 
 
@@ -91,13 +101,19 @@ def check_model(facts: Facts) -> Iterator[Result]:
     if not facts.config:
         return
     folder = Path(facts.config.model_path)
-    todo = "make it with `make target`" if facts.config.target.from_package else f"download the model and link it: ln -s /path/to/model {folder}, or --set target.model_path=/path/to/model"
+    from ..config import make_words  # needs Python 3.11; a config has been read, so it is
+
+    todo = f"make it with `make target{make_words(facts.config)}`" if facts.config.target.from_package else f"download the model and link it: ln -s /path/to/model {folder}, or --set target.model_path=/path/to/model"
     if not (folder / "config.json").is_file():
         yield Result(False, "model folder", f"{folder} has no config.json", todo)
         return
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        try:
+            files = sorted({str(Path(name)) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+        except (ValueError, RecursionError, AttributeError, LookupError, TypeError, OSError):
+            yield Result(False, "model folder", f"{index} is not a safetensors index", "download that file again")
+            return
     else:
         files = sorted(path.name for path in folder.glob("*.safetensors"))
     missing = [name for name in files if not (folder / name).is_file()]
