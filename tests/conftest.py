@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any, Callable, Iterator
@@ -15,6 +16,10 @@ from aerie.tiny import make_tiny
 from cpu_tools import tiny_config
 
 REAL_RUNS = runs_dir()
+
+# A shell that starts `make test &` makes SIGINT ignored in everything below it; the tests send it as a user at a terminal would.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 CASES = ["{}", "{'num_key_value_heads': 4}", "{'num_attention_heads': 6, 'head_dim': 12, 'fc_norm': True}", "{'norm_output': True, 'norm_before_fc': True}"]
 LATENT = "{'arch': 'mla', 'q_lora_rank': 24, 'kv_lora_rank': 16, 'qk_nope_head_dim': 8, 'qk_rope_head_dim': 4, 'v_head_dim': 8, 'head_dim': 12, 'num_key_value_heads': 4}"
@@ -53,6 +54,7 @@ def test_fast_path_equals_plain_path(cases):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 def test_fast_path_on_a_gpu():
     done = subprocess.run([sys.executable, str(Path(__file__).with_name("gpu_train_check.py"))], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
