@@ -3,6 +3,6 @@
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 py=${PY:-${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}}
-py=${py:-$here/../.venv/bin/python}
-command -v "$py" >/dev/null || { echo "error: no Python at $py; run 'make setup', or name one that has SGLang: PY=/path/to/python" >&2; exit 2; }
-exec "$py" "$here/patch_sglang.py" "$@"
+export PY=${py:-$here/../.venv/bin/python}
+command -v "$PY" >/dev/null || { echo "error: no Python at $PY; run 'make setup', or name one that has SGLang: PY=/path/to/python" >&2; exit 2; }
+exec "$PY" "$here/patch_sglang.py" "$@"

@@ -123,7 +123,7 @@ def test_clean_removes_one_run_and_nothing_else(tmp_path):
 
 
 def test_make_hands_on_spaces_and_quotes():
-    command = ["make", "-n", "plan", f"PY={sys.executable}", "CONFIG=/a dir/x y.toml", "RUN=-r", 'SET=data.inputs=["a","b"] train.lr=1e-4']
+    command = ["make", "-n", "--no-print-directory", "plan", f"PY={sys.executable}", "CONFIG=/a dir/x y.toml", "RUN=-r", 'SET=data.inputs=["a","b"] train.lr=1e-4']
     line = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout.strip().splitlines()[-1]
     assert shlex.split(line)[2:] == ["--config", "/a dir/x y.toml", "--run=-r", "--set", 'data.inputs=["a","b"]', "--set", "train.lr=1e-4"]
 

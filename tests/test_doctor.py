@@ -75,7 +75,7 @@ def line(text: str, name: str) -> str:
 
 def test_standard_library_alone_and_no_gpu_and_no_venv(tmp_path):
     """-S -E: no site-packages, as on a machine where nothing has been set up."""
-    code, text = doctor(python=str(tmp_path / "none"), flags=("-S", "-E"))
+    code, text = doctor(python=str(tmp_path / "none"), flags=("-S", "-E"), PY="none")
     assert code == 1
     assert line(text, "Python").startswith("✗") and "make setup" in text
     assert line(text, "NVIDIA driver").startswith("·") and "CPU" in line(text, "NVIDIA driver")
@@ -193,7 +193,7 @@ def test_a_config_for_gpus_on_a_machine_without(tmp_path):
 
 
 def test_no_tick_for_a_need_that_is_not_known(tmp_path):
-    _, text = doctor("--config", "kimi-k2.5", python=str(tmp_path / "none"), flags=("-S", "-E"))
+    _, text = doctor("--config", "kimi-k2.5", python=str(tmp_path / "none"), flags=("-S", "-E"), PY="none")
     assert line(text, "disk").startswith(("·", "✗")) and "cannot be computed yet" in line(text, "disk")
     assert "`make target CONFIG=smollm2-2000`" in doctor("--config", "smollm2-2000", AERIE_RUNS_DIR=str(tmp_path))[1]
 

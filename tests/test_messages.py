@@ -42,7 +42,7 @@ def test_stop_command_is_one_that_make_takes(tmp_path: Path) -> None:
     (tmp_path / "my configs").mkdir()
     own = tmp_path / "my configs" / "own.toml"
     own.write_text((CONFIGS / "smollm2-135m.toml").read_text())
-    done = subprocess.run(f"make stop{make_words(load_config(str(own), 'first'))} -n PY={sys.executable}", shell=True, cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(f"make stop{make_words(load_config(str(own), 'first'))} -n --no-print-directory PY={sys.executable}", shell=True, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [f"scripts/{name} '{own}' --run='first'  --stop" for name in ("01_launch_server.sh", "04_serve.sh")]
 
 

@@ -14,10 +14,10 @@ SCRIPTS = Path(__file__).resolve().parents[1]
 
 
 def use_venv() -> None:
-    """A script started by hand with a Python that lacks our packages goes on with the one of .venv, where there is one."""
+    """A script started by hand with a Python that lacks our packages goes on with the one of .venv, where there is one. PY in the environment: that one or none."""
     venv = SCRIPTS.parent / ".venv" / "bin" / "python"
     by_hand = Path(sys.argv[0]).resolve().parent == SCRIPTS
-    if by_hand and find_spec("safetensors") is None and venv.exists() and Path(sys.prefix) != venv.parents[1]:
+    if by_hand and "PY" not in os.environ and find_spec("safetensors") is None and venv.exists() and Path(sys.prefix) != venv.parents[1]:
         os.execv(venv, [str(venv), *sys.argv])
 
 
