@@ -107,7 +107,10 @@ def extract_once(config: Config, plan: Prompts, urls: list[str], folder: Path, s
 def ask_identity(config: Config, url: str, folder: Path, sample: Sample) -> dict[str, Any]:
     """One request through the dump path: what the states are."""
     rid = new_rid(config.run.name, sample.id, len(sample.input_ids))
-    Client(url, 300.0).request("POST", "/generate", {"rid": str(rid), "input_ids": sample.input_ids.tolist(), "sampling_params": {"max_new_tokens": 1}})
+    body = {"rid": str(rid), "input_ids": sample.input_ids.tolist(), "sampling_params": {"max_new_tokens": 1}}
+    status, answer = Client(url, 300.0).request("POST", "/generate", body)
+    if status != 200:
+        raise UserError(f"{url} refused a prompt of {len(sample.input_ids)} tokens ({status}: {answer[:200]!r}); --tokens MIN MAX must fit its context-length")
     wait_dump(folder, rid, 60.0)
     dump = read_dump(dump_path(folder, rid))
     check_dump(dump, rid, sample.input_ids)
