@@ -11,13 +11,13 @@ from types import TracebackType
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 SCRIPTS = Path(__file__).resolve().parents[1]
+BY_HAND = Path(sys.argv[0]).resolve().parent == SCRIPTS  # one of our scripts was started, not a test or a program of others
 
 
 def use_venv() -> None:
     """A script started by hand with a Python that lacks our packages goes on with the one of .venv, where there is one. PY in the environment: that one or none."""
     venv = SCRIPTS.parent / ".venv" / "bin" / "python"
-    by_hand = Path(sys.argv[0]).resolve().parent == SCRIPTS
-    if by_hand and "PY" not in os.environ and find_spec("safetensors") is None and venv.exists() and Path(sys.prefix) != venv.parents[1]:
+    if "PY" not in os.environ and find_spec("safetensors") is None and venv.exists() and Path(sys.prefix) != venv.parents[1]:
         os.execv(venv, [str(venv), *sys.argv])
 
 
@@ -35,6 +35,6 @@ def say_what_is_missing(kind: type[BaseException], value: BaseException, trace: 
     os._exit(2)
 
 
-use_venv()
-if Path(sys.argv[0]).resolve().parent == SCRIPTS:
+if BY_HAND:
+    use_venv()
     sys.excepthook = say_what_is_missing

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -17,7 +16,7 @@ from torch import Tensor
 from .distributed import Group, like, whole
 from .drafter import Drafter
 from .errors import UserError
-from .paths import RunPaths
+from .paths import RunPaths, lock_folder
 from .report import write_json
 from .samples import settle, system_errors
 
@@ -36,14 +35,9 @@ def one_training(run: RunPaths) -> int | None:
     """
     if not run.root.is_dir():
         return None
-    handle = os.open(run.root, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise UserError(f"another training of run {run.name!r} is at work; wait for it, end it, or choose another run with --run") from None
-    except OSError:
-        return handle  # a file system that locks no folders
+    handle, locked = lock_folder(run.root, f"another training of run {run.name!r} is at work; wait for it, end it, or choose another run with --run")
+    if not locked:
+        return handle
     for old in run.root.glob(f".{run.drafter.name}.*.old"):  # killed between two renames of export_drafter(): the drafter that was
         if not run.drafter.exists():
             old.rename(run.drafter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,3 +86,19 @@ def resolve_input(value: str) -> Path:
     if path.is_absolute() or not (ROOT / path).exists():
         return path
     return ROOT / path
+
+
+def lock_folder(folder: Path, busy: str) -> tuple[int, bool]:
+    """Lock a folder for this process: (the handle that holds the lock until it is closed, False on a file system that locks no folders).
+
+    Raises UserError(busy) when another process holds it.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise UserError(busy) from None
+    except OSError:
+        return handle, False
+    return handle, True

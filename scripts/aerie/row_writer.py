@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -14,7 +13,7 @@ from typing import Any, Iterator
 
 import numpy as np
 
-from .errors import UserError
+from .paths import lock_folder
 from .report import write_json
 from .samples import Sample, SampleWriter
 
@@ -27,15 +26,8 @@ OURS = ("train.safetensors", "heldout.safetensors", "vocab_map.safetensors", "re
 def one_writer(folder: Path) -> Iterator[None]:
     """One data step of a run at a time; what a killed one left half-written is removed. Raises UserError when another one is at work."""
     folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY)
+    handle, locked = lock_folder(folder, f"{folder} is being written by another process; wait for it, or end it first")
     try:
-        locked = True
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{folder} is being written by another process; wait for it, or end it first") from None
-        except OSError:
-            locked = False  # a file system that locks no folders
         for name in OURS if locked else ():
             for path in folder.glob(f".{name}.*.tmp"):
                 path.unlink(missing_ok=True)

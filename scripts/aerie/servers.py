@@ -284,11 +284,17 @@ def advice(reason: str) -> str:
     return ""
 
 
+def refuse_busy_port(config: Config, mode: str) -> None:
+    """Raise UserError when the server of `mode` cannot listen on its port."""
+    if problem := port_problem(config.server.host, port_of(config, mode)):
+        raise UserError(f"{problem}: SET='{PORT_KEYS[mode]}=N' with make, --set {PORT_KEYS[mode]}=N by hand (the {mode} server)")
+
+
 def refuse_busy_ports(config: Config, modes: Sequence[str] = ("extraction", "serving", "baseline")) -> None:
     """Before hours of work: raise UserError when a port that one of these servers will need is taken by something that is not this run's own."""
     for mode in modes:
-        if Server.find(config, mode) is None and (problem := port_problem(config.server.host, port_of(config, mode))):
-            raise UserError(f"{problem}: SET='{PORT_KEYS[mode]}=N' with make, --set {PORT_KEYS[mode]}=N by hand (the {mode} server)")
+        if Server.find(config, mode) is None:
+            refuse_busy_port(config, mode)
 
 
 class Server:
@@ -327,9 +333,7 @@ class Server:
         """Start in a session of its own, log to runs/<run>/logs/<mode>.log. Returns at once; then wait_ready(). Raises UserError for a busy port."""
         if cls.find(config, mode):
             raise UserError(f"the {mode} server of run {config.run.name!r} is already running; end it with --stop first")
-        port = port_of(config, mode)
-        if problem := port_problem(config.server.host, port):
-            raise UserError(f"{problem} (--set {PORT_KEYS[mode]}=N)")
+        refuse_busy_port(config, mode)
         if Path(config.model_path).is_absolute() and (problem := problem_with(Path(config.model_path))):
             raise UserError(f"target {config.model_path}: {problem}; make it with `make target`, or fetch it again")
         config.run.logs.mkdir(parents=True, exist_ok=True)

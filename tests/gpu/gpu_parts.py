@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import time
@@ -62,3 +63,10 @@ def without_multicast() -> dict[str, str]:
 def end_on_sigterm() -> None:
     """A `timeout` around the script ends it as its own end does: servers are stopped, the summary is printed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+
+def begin(out: Path, runs: Path) -> None:
+    """The start of a script for several GPUs: it ends what it started on SIGTERM, `out` is there, and all it starts keeps its runs in `runs` and asks no hub."""
+    end_on_sigterm()
+    out.mkdir(parents=True, exist_ok=True)
+    os.environ |= {"AERIE_RUNS_DIR": str(runs), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"} | without_multicast()

@@ -29,7 +29,7 @@ from aerie.servers import Server, dump_dir  # noqa: E402
 from capture_gpu import ARGS, BUDGET_MB, DEVICE, LAYER_IDS, LOADS, Targets, check_states, row_errors  # noqa: E402
 from capture_reference import Client  # noqa: E402
 from cpu_tools import free_port, write_config  # noqa: E402
-from gpu_parts import Parts, end_on_sigterm, without_multicast  # noqa: E402
+from gpu_parts import Parts, begin  # noqa: E402
 
 NAME = "deepseek"
 TP2: dict[str, Any] = {"tp-size": 2}
@@ -212,9 +212,7 @@ def main() -> None:
     parser.add_argument("--no-patch", action="store_true", help="leave the installed SGLang as it is")
     parser.add_argument("--seconds", type=float, default=230.0, help="no part begins after that (default: %(default)s)")
     args = parser.parse_args()
-    end_on_sigterm()
-    args.out.mkdir(parents=True, exist_ok=True)
-    os.environ |= {"AERIE_RUNS_DIR": str(args.work / "runs"), "HF_HUB_OFFLINE": "1"} | without_multicast()
+    begin(args.out, args.work / "runs")
     targets = Targets(args.work, None)
     made = args.work / "models" / NAME
     if (made / "tokenizer_config.json").is_file():

@@ -35,7 +35,7 @@ from aerie.store import Store, StoreWriter  # noqa: E402
 from aerie.tiny import CONFIGS, tiny_tokenizer  # noqa: E402
 from bench_extract import Prompts, ask_identity, extract_once, make_prompts, plain_seconds  # noqa: E402
 from cpu_tools import free_port, write_config  # noqa: E402
-from gpu_parts import Parts, end_on_sigterm, without_multicast  # noqa: E402
+from gpu_parts import Parts, begin  # noqa: E402
 
 GPU = has_gpu()
 LLAMA = CONFIGS["llama"] | {
@@ -194,16 +194,14 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=SAMPLES)
     parser.add_argument("--seconds", type=float, default=200.0, help="no part begins after that (default: %(default)s)")
     args = parser.parse_args()
-    end_on_sigterm()
     out = args.out.absolute()
-    out.mkdir(parents=True, exist_ok=True)
+    begin(out, out / "runs")
     memory = Path("/dev/shm")
     room = shutil.disk_usage(memory).free
     samples = args.samples if not GPU else min(args.samples, int(0.4 * room / (32768 * sum(TOKENS) / 2)))  # a store and the dumps in flight lie in memory
     roomy = samples >= 60 or not GPU
     work = (memory if GPU and roomy else out) / f"aerie-two-extract-{os.getpid()}"
     work.mkdir()
-    os.environ |= {"AERIE_RUNS_DIR": str(out / "runs"), "HF_HUB_OFFLINE": "1"} | without_multicast()
     make_model(work / "model")
     pair = Pair(work)
     (work / "dumps").mkdir()

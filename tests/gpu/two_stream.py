@@ -25,7 +25,7 @@ from aerie.config import load_config  # noqa: E402
 from aerie.servers import Server, has_gpu  # noqa: E402
 from aerie.tiny import CONFIGS, VOCAB  # noqa: E402
 from cpu_tools import write_config  # noqa: E402
-from gpu_parts import Parts, end_on_sigterm, without_multicast  # noqa: E402
+from gpu_parts import Parts, begin  # noqa: E402
 
 GPU = has_gpu()
 ARGS = {
@@ -87,10 +87,8 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=200.0, help="no part begins after that (default: %(default)s)")
     args = parser.parse_args()
-    end_on_sigterm()
     out = args.out.absolute()
-    out.mkdir(parents=True, exist_ok=True)
-    os.environ |= {"AERIE_RUNS_DIR": str(out / "runs"), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"} | without_multicast()
+    begin(out, out / "runs")
     run = f"two-stream-{os.getpid()}"
     prompts = [json.loads(line) for line in (ROOT / "configs" / "demo_prompts.jsonl").read_text().splitlines()[:CHATS]]
     (out / "chats.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))

@@ -26,7 +26,7 @@ from aerie.config import Config, load_config  # noqa: E402
 from aerie.gpus import torchrun  # noqa: E402
 from aerie.tiny import CONFIGS, make_tiny  # noqa: E402
 from cpu_tools import write_config  # noqa: E402
-from gpu_parts import Parts, end_on_sigterm, without_multicast  # noqa: E402
+from gpu_parts import Parts, begin  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from train_runs import SCRIPT, write_run  # noqa: E402
 
@@ -207,10 +207,8 @@ def main() -> None:
     parser.add_argument("--skip", nargs="+", choices=names, default=[], metavar="PART")
     parser.add_argument("--seconds", type=float, default=380.0, help="no part begins after that (default: %(default)s)")
     args = parser.parse_args()
-    end_on_sigterm()
     out = args.out.absolute()
-    out.mkdir(parents=True, exist_ok=True)
-    os.environ |= {"AERIE_RUNS_DIR": str(out / "runs"), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"} | without_multicast()
+    begin(out, out / "runs")
     report = out / ("two_chain.json" if args.parts == ["chain"] else "two_train.json")
     parts = Parts(report, args.seconds, torch=torch.__version__, gpus=torch.cuda.device_count(), cores=os.cpu_count())
     benches, chain = Benches(out), Chain(out)

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,13 @@ class Facts:
     def server_args(self) -> dict[str, Any]:
         """Options of every server of the config."""
         return {**self.config.server.args, **self.config.serve.args} if self.config else {}
+
+    @cached_property
+    def needs(self) -> Any:
+        """needs.Needs of the config, or None where they cannot be computed; the run's folder is walked for them."""
+        from .needs import needs_of
+
+        return needs_of(self)
 
     def version(self, package: str) -> str:
         """Installed version, or an empty text."""

@@ -12,7 +12,7 @@ from typing import Iterator
 
 from ..paths import runs_dir
 from .checks import GIB, Facts, Result, free_bytes
-from .needs import LEAST_DISK, for_gpus, needs_of
+from .needs import LEAST_DISK, for_gpus
 
 
 def memory_available() -> tuple[int, int]:
@@ -23,7 +23,7 @@ def memory_available() -> tuple[int, int]:
 
 def check_memory(facts: Facts) -> Iterator[Result]:
     available, total = memory_available()
-    planned = needs_of(facts)
+    planned = facts.needs
     needed = int(max(32 * GIB if facts.gpus else 6 * GIB, planned.memory if planned else 0))
     yield Result(
         available >= needed, "host memory", f"{available / GIB:.0f} of {total / GIB:.0f} GiB available",
@@ -34,7 +34,7 @@ def check_memory(facts: Facts) -> Iterator[Result]:
 
 
 def check_space(facts: Facts) -> Iterator[Result]:
-    free, planned = free_bytes(runs_dir()), needs_of(facts)
+    free, planned = free_bytes(runs_dir()), facts.needs
     needed = max(LEAST_DISK, planned.disk if planned else 0)
     detail, todo = f"{free / 1e9:,.0f} GB free for {runs_dir()}", "the demo needs 20 GB; AERIE_RUNS_DIR points runs at another disk; `make plan CONFIG=...` says what a run needs"
     if planned and planned.disk > LEAST_DISK:
