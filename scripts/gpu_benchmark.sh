@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The numbers of one GPU: 2,000 chats that SmolLM2 answers, states, drafter, served as a chain and as a tree, benchmark. About 6 minutes on an H200.
+# The numbers of one GPU: 12,000 chats that SmolLM2 answers, states, drafter, served as a chain and as a tree, benchmark. About 10 minutes on an H200.
 # gpu_benchmark.sh OUT [--set KEY=VALUE]...   Reports, pages and logs go to OUT; a table comes last. Python: PY, else the active venv's, else .venv's.
-# OPS=1 adds the chain served with our drafter ops and with SGLang's own, at 1, 8 and 32 requests (about 3 minutes more, nvcc on the PATH).
-# A part that fails is named at the end and the rest goes on. Everything runs under runs/gpu-bench and is done again each time.
+# STAGE=train ends after the drafter, STAGE=measure goes on from there. OPS=1 adds the chain served with our drafter ops and with SGLang's own, at 1, 8 and 32 requests
+# (about 3 minutes more, nvcc on the PATH). A part that fails is named at the end and the rest goes on. Everything runs under runs/gpu-bench and is done again each time.
 set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 case ${1:-} in ''|-*) sed -n '2,5s/^# //p' "$0"; exit $([ "${1:-}" = --help ] && echo 0 || echo 2) ;; esac
@@ -10,11 +10,13 @@ out=$1; shift
 py=${PY:-${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}}
 export PY=${py:-$here/../.venv/bin/python}
 cd "$here/.." && mkdir -p "$out"
-config=smollm2-2000 run=gpu-bench tree=gpu-bench-tree runs=${AERIE_RUNS_DIR:-runs}
+config=smollm2-gpu run=gpu-bench tree=gpu-bench-tree runs=${AERIE_RUNS_DIR:-runs} stage=${STAGE:-all}
 # Servers share the card and start side by side: a small cache each, and the decode graphs that the concurrencies need.
-common=(--set server.args.mem-fraction-static=0.2 --set server.args.max-total-tokens=131072 --set 'server.args.cuda-graph-bs-decode=[1,2,4,8,16,32,64,128]' --set server.args.max-running-requests=128 "$@")
-chain=("${common[@]}" --run $run)
-branch=("${common[@]}" --run $tree --set serve.port=30011 --set serve.topk=4 --set serve.num_draft_tokens=16)
+common=(--set server.args.mem-fraction-static=0.2 --set server.args.max-total-tokens=131072 "$@")
+wide=("${common[@]}" --run $run --set 'server.args.cuda-graph-bs-decode=[16,64,128,256]' --set server.args.max-running-requests=256)
+narrow=("${common[@]}" --set 'server.args.cuda-graph-bs-decode=[1,2,4,8,16,32]' --set server.args.max-running-requests=32)
+chain=("${narrow[@]}" --run $run)
+branch=("${narrow[@]}" --run $tree --set serve.port=30011 --set serve.topk=4 --set serve.num_draft_tokens=16)
 failed=() times=()
 
 step() {  # step NAME COMMAND...: its seconds and its log
@@ -26,23 +28,31 @@ step() {  # step NAME COMMAND...: its seconds and its log
     [ "$code" -eq 0 ] || { failed+=("$name ($code)"); return 1; }
 }
 
-rm -rf "${runs:?}/$run" "${runs:?}/$tree"
-step prompts "$PY" scripts/make_prompts.py 2300 runs/prompts/smollm2-2000.jsonl
-step target "$PY" scripts/prepare_target.py --config $config "${chain[@]}"
-scripts/04_serve.sh $config "${chain[@]}" --without-drafter --background > "$out/baseline.log" 2>&1 & baseline=$!
-step server scripts/01_launch_server.sh $config "${chain[@]}" --background
-step data "$PY" scripts/02a_prepare_data.py --config $config "${chain[@]}"
-step extract "$PY" scripts/02b_extract_hidden_states_sglang.py --config $config "${chain[@]}"
-scripts/01_launch_server.sh $config "${chain[@]}" --stop
-step train "$PY" scripts/03_train.py --config $config "${chain[@]}" --set train.stop_server=false
-wait $baseline || failed+=("baseline")
+if [ "$stage" != measure ]; then
+    rm -rf "${runs:?}/$run" "${runs:?}/$tree"
+    step prompts "$PY" scripts/make_prompts.py 15550 runs/prompts/smollm2-gpu.jsonl
+    step target "$PY" scripts/prepare_target.py --config $config "${wide[@]}"
+    step server scripts/01_launch_server.sh $config "${wide[@]}" --background
+    step data "$PY" scripts/02a_prepare_data.py --config $config "${wide[@]}"
+    step extract "$PY" scripts/02b_extract_hidden_states_sglang.py --config $config "${wide[@]}"
+    scripts/01_launch_server.sh $config "${wide[@]}" --stop
+    step train "$PY" scripts/03_train.py --config $config "${wide[@]}"
+    for each in drafter:train store:extract data:data; do cp "$runs/$run/${each%:*}/report.json" "$out/${each#*:}.json"; done
+fi
+if [ "$stage" = train ]; then
+    printf '%s\n' "${times[@]}"
+    [ ${#failed[@]} -eq 0 ] || { echo "failed: ${failed[*]}"; exit 1; }
+    exit 0
+fi
 
+scripts/04_serve.sh $config "${chain[@]}" --without-drafter --background > "$out/baseline.log" 2>&1 & baseline=$!
 # The tree's run shares drafter, data, store report and the plain server with the chain's.
-mkdir -p "$runs/$tree" && for each in drafter data store; do ln -s "$(realpath "$runs/$run/$each")" "$runs/$tree/$each"; done
-cp "$runs/$run/baseline.json" "$runs/$tree/baseline.json"
+mkdir -p "$runs/$tree" && for each in drafter data store; do ln -sfn "$(realpath "$runs/$run/$each")" "$runs/$tree/$each"; done
 scripts/04_serve.sh $config "${branch[@]}" --background > "$out/serve-tree.log" 2>&1 & second=$!
 step serve scripts/04_serve.sh $config "${chain[@]}" --background
 wait $second || failed+=("serve-tree")
+wait $baseline || failed+=("baseline")
+cp "$runs/$run/baseline.json" "$runs/$tree/baseline.json"
 step bench "$PY" scripts/05_benchmark.py --config $config "${chain[@]}" --prompts heldout builtin
 step bench-tree "$PY" scripts/05_benchmark.py --config $config "${branch[@]}" --set 'bench.concurrency=[1,32]' --prompts heldout
 rm -f "$runs/$tree/baseline.json"
@@ -55,7 +65,6 @@ fi
 for each in $run $tree; do
     for kind in json html png; do [ -f "$runs/$each/bench/report.$kind" ] && cp "$runs/$each/bench/report.$kind" "$out/$each.$kind"; done
 done
-cp "$runs/$run/drafter/report.json" "$out/train.json"; cp "$runs/$run/store/report.json" "$out/extract.json"; cp "$runs/$run/data/report.json" "$out/data.json"
 printf '%s\n' "${times[@]}"
 "$PY" - "$out" <<'TABLE'
 import json, pathlib, sys

@@ -61,17 +61,32 @@ TEMPLATES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
               "Write a test for a function that {}."), CODE),
     "stories": (("Write a short story about {}.", "Write a poem about {}.", "Begin a story about {}.", "Write four lines about {}.", "Give a title for a book about {}."), STORIES),
 }  # fmt: skip
-PAIRS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "compare": ("What is the difference between {} and {}?", THINGS),
-    "travel": ("I have been to {}. Would I like {} too?", PLACES),
-    "stories": ("Write a short story about {} and {}.", STORIES),
-}
+AUDIENCES = ("a beginner", "a child of six", "my grandmother", "a student", "a busy parent", "a tourist", "a colleague", "an engineer", "a class of teenagers", "a friend")
+# Two different topics of one kind, and topics of two kinds: where there are thousands of prompts, most come from here.
+PAIRS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "lists": (("I have one day to {} and to {}. Make me a plan.", "What is harder: to {} or to {}?", "Give me three tips to {}, and three to {}."), TASKS),
+    "facts": (("What is the difference between {} and {}?", "Explain {} and {} in simple words.", "What do {} and {} have in common?", "Which came first, {} or {}?",
+               "Write a quiz question about {} and one about {}."), THINGS),
+    "chat": (("List three {} and three {}.", "What do you know about {} and about {}?", "Help me choose between {} and {} as a topic for a talk."), LISTS),
+    "places": (("I have been to {}. Would I like {} too?", "Compare the food of {} and {}.", "Which is larger, {} or {}?", "Plan a trip from {} to {}."), PLACES),
+    "code": (("Write a Python program that {} and then {}.", "Which is easier to write, code that {} or code that {}?"), CODE),
+    "stories": (("Write a short story about {} and {}.", "Write a dialogue between {} and {}.", "Write a poem in which {} meets {}."), STORIES),
+}  # fmt: skip
+MIXED: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
+    "lists": (("Explain to {} how to {}.", "Write a note for {} on how to {}."), AUDIENCES, TASKS),
+    "facts": (("Explain {} to {}.", "Write a short text about {} for {}."), THINGS, AUDIENCES),
+    "chat": (("Recommend some {} for {}.",), LISTS, AUDIENCES),
+    "places": (("What can I do in {} with {}?",), PLACES, AUDIENCES),
+    "stories": (("Write a short story about {} in {}.", "Write four lines about {}, set in {}."), STORIES, PLACES),
+    "code": (("Explain to {} how to write a program that {}.",), AUDIENCES, CODE),
+}  # fmt: skip
 
 
 def all_prompts() -> list[tuple[str, str]]:
     """(category, prompt), each once."""
-    single = [(category, text.format(topic)) for category, (texts, topics) in TEMPLATES.items() for text, topic in itertools.product(texts, topics)]
-    return single + [(category, text.format(*pair)) for category, (text, topics) in PAIRS.items() for pair in itertools.combinations(topics, 2)]
+    rows = [(category, text.format(topic)) for category, (texts, topics) in TEMPLATES.items() for text, topic in itertools.product(texts, topics)]
+    rows += [(category, text.format(*pair)) for category, (texts, topics) in PAIRS.items() for text, pair in itertools.product(texts, itertools.combinations(topics, 2))]
+    return rows + [(category, text.format(*pair)) for category, (texts, *topics) in MIXED.items() for text, pair in itertools.product(texts, itertools.product(*topics))]
 
 
 def main() -> None:

@@ -195,7 +195,7 @@ def test_a_config_for_gpus_on_a_machine_without(tmp_path):
 def test_no_tick_for_a_need_that_is_not_known(tmp_path):
     _, text = doctor("--config", "kimi-k2.5", python=str(tmp_path / "none"), flags=("-S", "-E"), PY="none")
     assert line(text, "disk").startswith(("·", "✗")) and "cannot be computed yet" in line(text, "disk")
-    assert "`make target CONFIG=smollm2-2000`" in doctor("--config", "smollm2-2000", AERIE_RUNS_DIR=str(tmp_path))[1]
+    assert "`make target CONFIG=smollm2-gpu`" in doctor("--config", "smollm2-gpu", AERIE_RUNS_DIR=str(tmp_path))[1]
 
 
 def test_memory_is_compared_with_the_plan(tmp_path, smollm2):

@@ -152,7 +152,7 @@ def test_samples_before_there_is_data(tmp_path, monkeypatch):
     monkeypatch.setenv("AERIE_RUNS_DIR", str(tmp_path))
     demo = planning.read_amounts(load_config("smollm2-135m"))
     assert (demo.samples, demo.tokens) == (280, 280 * 115) and "data.limit 240 + data.heldout 40" in demo.source
-    assert planning.read_amounts(load_config("smollm2-2000")).samples == 2400 + 128
+    assert planning.read_amounts(load_config("smollm2-gpu")).samples == 12000 + 128
 
     lines, array, missing = tmp_path / "a.jsonl", tmp_path / "b.json", tmp_path / "none.jsonl"
     lines.write_text('{"prompt": "one"}\n\n{"prompt": "two"}\n')
@@ -303,7 +303,7 @@ def test_script_before_the_target_is_made_names_make_target(tmp_path, monkeypatc
     monkeypatch.setenv("AERIE_RUNS_DIR", str(tmp_path))
     mine = tmp_path / "mine.toml"
     mine.write_text((ROOT / "configs/smollm2-135m.toml").read_text())
-    for words, advice in (((), "`make target`"), (("--config", "smollm2-2000"), "`make target CONFIG=smollm2-2000`"), (("--config", str(mine)), f"`make target CONFIG={mine}`")):
+    for words, advice in (((), "`make target`"), (("--config", "smollm2-gpu"), "`make target CONFIG=smollm2-gpu`"), (("--config", str(mine)), f"`make target CONFIG={mine}`")):
         done = script(*words)
         assert done.returncode == 2 and advice in done.stderr and "Traceback" not in done.stderr, done.stderr
     done = script("--config", str(mine), "--set", "target.from_package=")
