@@ -82,13 +82,14 @@ class _HeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, normed: Tensor, master: Tensor, head: Tensor, teacher: Teacher, labels: Tensor, weight: float, fused: bool, collected: list[Tensor]):
+    def forward(ctx, normed: Tensor, master: Tensor, head: Tensor, teacher: Teacher, labels: Tensor, weight: float, fused: bool, learning: bool, collected: list[Tensor]):
         count, width = len(normed), len(head)
         wide = torch.promote_types(normed.dtype, torch.float32)
         losses = torch.empty(count, dtype=wide, device=normed.device)
         hits = torch.empty(count, dtype=torch.bool, device=normed.device)
-        tops = torch.empty(count, dtype=torch.int64, device=normed.device)
-        needs = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        needs = learning and (ctx.needs_input_grad[0] or ctx.needs_input_grad[1])  # the latter is true of parameters under no_grad too
+        kernel = needs and ops.gpu_kernel(normed)  # losses, hits and gradient in one pass over the logits, but no top tokens
+        tops = torch.empty(0 if kernel else count, dtype=torch.int64, device=normed.device)
         dnormed = torch.empty_like(normed) if needs else None
         dhead = ctx.dhead = None
         if needs and ctx.needs_input_grad[1]:
@@ -99,7 +100,6 @@ class _HeadLoss(torch.autograd.Function):
             else:  # the unroll's first step hands out the gradient of all of them: one tensor, summed in float32
                 dhead = ctx.dhead = torch.zeros_like(master, dtype=torch.promote_types(master.dtype, torch.float32))
                 collected.append(dhead)
-        kernel = needs and ops.gpu_kernel(normed)  # losses, hits and gradient in one pass over the logits, but no top tokens
         step = chunk_rows(width, normed.device)
         for start in range(0, count, step):
             part = slice(start, min(start + step, count))
@@ -131,7 +131,7 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor, *_):
         (dnormed,) = ctx.saved_tensors
-        return dnormed, ctx.dhead, None, None, None, None, None, None
+        return dnormed, ctx.dhead, None, None, None, None, None, None, None
 
 
 def head_loss(
@@ -140,7 +140,7 @@ def head_loss(
     """Loss of one TTT step.
 
     normed [R, H] compute dtype; labels [R] int64: each row's row in the teacher; collected: one list for all steps of an unroll, empty at first.
-    Returns (weight * sum of cross entropies, cross entropies [R], hits [R] bool, top draft ids [R] int64: meaningful without gradients only).
+    Returns (weight * sum of cross entropies, cross entropies [R], hits [R] bool, top draft ids [R] int64: none where gradients are made by the kernel).
     Backward assumes that the first is added to the loss as it is.
     """
-    return _HeadLoss.apply(normed, drafter.lm_head, drafter.compute("lm_head").detach(), teacher, labels, weight, drafter.fused_grads, collected)
+    return _HeadLoss.apply(normed, drafter.lm_head, drafter.compute("lm_head").detach(), teacher, labels, weight, drafter.fused_grads, torch.is_grad_enabled(), collected)
