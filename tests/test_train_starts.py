@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from aerie import ttt_loss
 from aerie.batches import Reader, pack
 from aerie.config import Config, Target, Train
 from aerie.drafter import Drafter
@@ -47,6 +48,20 @@ def test_the_fit_drafts_before_any_training(kv_heads):
     found = evaluate(drafter, store, Reader(store, 3, 0), pack(range(50, 60), store.lengths, 400), fixed, Rope(drafter, torch.device("cpu"), torch.float32), 3)
     plain = evaluate(make_drafter(shape), store, Reader(store, 3, 0), pack(range(50, 60), store.lengths, 400), fixed, Rope(drafter, torch.device("cpu"), torch.float32), 3)
     assert found["predicted_accept_length"] > plain["predicted_accept_length"] + 0.5, (found["accuracy"], plain["accuracy"])
+
+
+def test_evaluation_makes_no_gradients(monkeypatch):
+    """Parameters want gradients under no_grad too: the kernel of the loss, which gives no top tokens, must not run, and nothing may be added to .grad."""
+    shape = make_shape()
+    fixed, drafter = make_fixed(shape, 3), make_drafter(shape)
+    store = linear_world(fixed, 6)
+    drafter.zero_grads()
+    arguments = (store, Reader(store, 3, 0), pack(range(6), store.lengths, 400), fixed, Rope(drafter, torch.device("cpu"), torch.float32), 3)
+    before = evaluate(drafter, *arguments)
+    monkeypatch.setattr(ttt_loss.ops, "gpu_kernel", lambda tensor: True)  # the op's own reference runs on the CPU
+    found = evaluate(drafter, *arguments)
+    assert found["predicted_accept_length"] == before["predicted_accept_length"] and found["accuracy"] == before["accuracy"]
+    assert not any(parameter.grad.any() for parameter in drafter.parameters() if parameter.grad is not None)
 
 
 def test_the_fit_refuses_what_it_cannot_do():
