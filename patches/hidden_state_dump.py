@@ -6,8 +6,9 @@ in the model's dtype or as fp8 rows (e4m3) with a float32 scale each. Nothing el
 
 How: the text model's forward is wrapped. For EXTEND and MIXED batches that hold such requests it captures the layers that the model's own
 set_eagle3_layers_to_capture() chose, takes the auxiliary states out of what forward returns, and hands back what the caller expects. Rows go to a ring of
-pinned host memory on a CUDA stream of their own; threads write the files. The forward thread never waits for a copy, a file or a lock held during either:
-when the ring is full the dump is dropped and `<rid>.error` says so. Settings: patches/README.md. This file imports nothing of Aerie.
+pinned host memory on a CUDA stream of their own. A process of its own writes the files out of that memory (this same file, run as a script: no torch, no
+CUDA), so that the server's interpreter is not shared with the writing. The forward thread never waits for a copy, a file, that process or a lock held
+during either: when the ring is full the dump is dropped and `<rid>.error` says so. Settings: patches/README.md. This file imports nothing of Aerie.
 """
 
 from __future__ import annotations
@@ -16,31 +17,39 @@ import errno
 import inspect
 import json
 import logging
+import mmap
 import os
+import pickle
 import queue
 import re
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 import zlib
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Callable, NamedTuple
 
 import numpy as np
-import torch
+
+if __name__ != "__main__":  # run as a script it is the process that writes, which needs no torch
+    import torch
 
 logger = logging.getLogger(__name__)
 
 VERSION = 2  # of the dump's format; 2: with checksums
 PREFIX = "SGLANG_HS_DUMP_"
 RID = re.compile(r"aerie\.[A-Za-z0-9_-]{1,48}\.[0-9a-f]{16}\.[0-9a-f]{8}\.([0-9]{1,7})", re.ASCII)
-SAFETENSORS_DTYPE = {
-    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float8_e4m3fn: "F8_E4M3", torch.int32: "I32",
-}  # fmt: skip
+SAFETENSORS_DTYPE = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float8_e4m3fn": "F8_E4M3", "int32": "I32"}  # by torch's names
 FP8_MAX = 448.0  # the largest finite e4m3 value
 FP8_TINY = 1e-30  # a row of zeros gets a scale that can still be divided by
 FP8_ROWS = 2048  # quantised in one go
 BLOCK_BYTES = 1 << 20  # summed, and written while it is in the core's cache
 ALIGN = 256  # bytes; every tensor in the ring starts at a multiple
+IDLE_S = 0.02  # how often finished copies are looked for while no forward does it
 
 
 class HiddenStateDumpError(RuntimeError):
@@ -59,7 +68,7 @@ class Settings(NamedTuple):
     budget_mb: int = 0  # host memory for rows on their way to the files; 0: four of the largest batches, at least 256 MB
     stale_s: float = 300.0  # a request without new rows for so long was aborted
     log_s: float = 60.0  # how often the counters are logged
-    writers: int = 2  # threads
+    writers: int = 4  # threads of the writing process
 
 
 def read_settings(environ: dict[str, str] | os._Environ = os.environ) -> Settings | None:
@@ -219,7 +228,7 @@ def find_layers(model: torch.nn.Module, layer_ids: tuple[int, ...]) -> LayerSwit
     return LayerSwitch(text, points, changes)
 
 
-# ---- rows on their way: ring, dumps, writers --------------------------------------------------------------------------------------------------
+# ---- rows on their way: ring, dumps -----------------------------------------------------------------------------------------------------------
 
 
 def quantize_rows_fp8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -234,13 +243,23 @@ def quantize_rows_fp8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Ring:
-    """A fixed piece of host memory, handed out in order and given back in any order. No call ever waits for memory."""
+    """A fixed piece of host memory that another process can map (by `file`), handed out in order and given back in any order. No call ever waits for memory."""
 
     def __init__(self, nbytes: int, pinned: bool):
-        self.memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        self.file = os.memfd_create("aerie-hidden-states", os.MFD_CLOEXEC)
+        os.ftruncate(self.file, nbytes)
+        self.memory = torch.from_numpy(np.frombuffer(mmap.mmap(self.file, nbytes), dtype=np.uint8))
+        if pinned and (code := int(torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), nbytes, 0))):
+            raise HiddenStateDumpError(f"{nbytes} bytes of host memory cannot be page-locked (CUDA error {code}); lower {PREFIX}BUDGET_MB, or raise `ulimit -l`")
         self.size = nbytes
         self._lock = threading.Lock()
         self._blocks: list[list] = []  # [start, end, free], oldest first
+
+    def close(self) -> None:
+        """No further process can map it."""
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
 
     def take(self, nbytes: int) -> list | None:
         """A block of `nbytes`, or None when there is no room now."""
@@ -271,22 +290,24 @@ class Ring:
 
 
 class Field(NamedTuple):
-    """One tensor of a dump: name, dtype, columns (0: one value a row)."""
+    """One tensor of a dump: name, dtype by torch's name, bytes of a value, columns (0: one value a row)."""
 
     name: str
-    dtype: torch.dtype
+    dtype: str
+    itemsize: int
     columns: int
 
     @property
     def row_bytes(self) -> int:
-        return self.dtype.itemsize * max(self.columns, 1)
+        return self.itemsize * max(self.columns, 1)
 
 
 def fields_of(states: list[torch.Tensor], fp8: bool) -> list[Field]:
     """The tensors of a dump in the order in which they lie in the file (4-byte ones first, so that all are aligned): states are aux_0, aux_1, ..., final."""
     names = [*(f"aux_{index}" for index in range(len(states) - 1)), "final"]
-    scales = [Field(f"{name}_scale", torch.float32, 0) for name in names] if fp8 else []
-    return [Field("input_ids", torch.int32, 0), *scales, *(Field(name, torch.float8_e4m3fn if fp8 else state.dtype, state.shape[-1]) for name, state in zip(names, states))]
+    scales = [Field(f"{name}_scale", "float32", 4, 0) for name in names] if fp8 else []
+    kinds = [torch.float8_e4m3fn if fp8 else state.dtype for state in states]
+    return [Field("input_ids", "int32", 4, 0), *scales, *(Field(name, str(kind)[6:], kind.itemsize, state.shape[-1]) for name, kind, state in zip(names, kinds, states))]
 
 
 def row_words(rows: np.ndarray) -> np.ndarray:
@@ -312,19 +333,15 @@ def rows_sum(sums: np.ndarray, first: int) -> int:
 
 
 class Dump:
-    """One request's file while it grows. The forward thread sets next_row, closed and pieces; the writers do the rest under `lock`."""
+    """One request's rows as the forward thread sees them; the process that writes knows it by its `key`."""
+
+    _keys = iter(range(1 << 62))
 
     def __init__(self, rid: str, tokens: int):
-        self.rid, self.tokens = rid, tokens
-        self.next_row = self.pieces = self.written = 0
-        self.closed = self.dead = False
+        self.rid, self.tokens, self.key = rid, tokens, next(Dump._keys)
+        self.next_row = self.pieces = 0
+        self.dead = False  # its file was given up
         self.touched = time.monotonic()
-        self.lock = threading.Lock()
-        self.file = -1
-        self.temporary = ""
-        self.header = b""  # all of it but the checksums
-        self.offsets: list[int] = []
-        self.sums: list[int] = []  # of the rows written so far, one a field
 
 
 class Piece(NamedTuple):
@@ -339,13 +356,14 @@ class Piece(NamedTuple):
 
 @dataclass
 class Job:
-    """What the writers get: a batch's rows in the ring, or a dump that failed."""
+    """A batch's rows in the ring, or a dump that failed."""
 
     block: list | None = None
     rows: int = 0
     pieces: list[tuple[Dump, Piece, int]] = field(default_factory=list)  # dump, piece, its first row in the block
     event: Any = None  # CUDA event behind the copy
     started: Any = None
+    late: bool = False  # its copies were still running when they were first looked for
     failed: Dump | None = None
     reason: str = ""
 
@@ -368,136 +386,424 @@ class Counters:
 
 
 class Writer:
-    """Threads that turn jobs into files, and one that looks for abandoned requests and logs the counters."""
+    """The server's end of writing: what is on its way through the ring, and the process that makes files of it.
 
-    def __init__(self, settings: Settings, metadata: dict[str, str], ring: Ring, counters: Counters, device: torch.device):
-        self.settings, self.metadata, self.ring, self.counters, self.device = settings, metadata, ring, counters, device
+    put() and pump() wait for nothing, so the forward thread may call them. What the process answers (blocks that are free again, counts, dumps that failed) is
+    read there too; a thread looks every IDLE_S seconds while no forward does. When the process ends, what it had begun fails with its reason and another one starts.
+    """
+
+    def __init__(self, settings: Settings, metadata: dict[str, str], ring: Ring, counters: Counters, process: bool = True):
+        self.settings, self.metadata, self.ring, self.counters = settings, metadata, ring, counters
         self.fields: list[Field] = []  # set by the first batch, the same ever after
-        self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self.waiting: deque[Job] = deque()  # their copies may still run
+        self.sent: dict[int, list] = {}  # job's number -> its block, until it is written
+        self.begun: dict[int, Dump] = {}  # by key: the process has rows of these
         self.serial = 0
-        self.serial_lock = threading.Lock()
-        self.threads = [threading.Thread(target=self._work, name=f"hidden-state-writer-{index}", daemon=True) for index in range(settings.writers)]
-        for thread in self.threads:
-            thread.start()
+        self.lock = threading.Lock()  # who talks to the process; the forward thread passes by when it is taken
+        self.wake, self.over = threading.Event(), False
+        self.link: socket.socket | None = None
+        self.unsent, self.received = bytearray(), bytearray()
+        self.process: subprocess.Popen | None = None
+        self.files: FileWriter | None = None  # without a process, for tests: it runs in a thread here
+        self.thread: threading.Thread | None = None
+        self._start(process)
+        threading.Thread(target=self._idle, name="hidden-state-courier", daemon=True).start()
 
-    def close(self) -> None:
-        """Write what is queued, end the threads (for tests; a server's threads end with it)."""
-        for _ in self.threads:
-            self.jobs.put(None)
-        for thread in self.threads:
-            thread.join()
-
-    def _work(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # else the first wait for an event would open a context on GPU 0
-        while (job := self.jobs.get()) is not None:
-            try:
-                self._do(job)
-            except Exception as exc:
-                logger.exception("hidden-state dump: writer")
-                for dump, _, _ in job.pieces:
-                    self.fail(dump, f"the writer failed: {exc!r}")
-            finally:
-                if job.block is not None:
-                    self.ring.give_back(job.block)
-
-    def _do(self, job: Job) -> None:
-        if job.failed is not None:
-            self.fail(job.failed, job.reason)
-            return
-        if job.event is not None:
-            if not job.event.query():
-                self.counters.add(waits=1)
-                job.event.synchronize()
-            self.counters.add(copy_s=job.started.elapsed_time(job.event) / 1e3)
-        begin = time.perf_counter()
-        columns, _ = layout(self.fields, job.rows)
-        memory = self.ring.memory.numpy()
-        for dump, piece, row in job.pieces:
-            with dump.lock:
-                if dump.dead:
-                    continue
-                try:
-                    self._put(dump, piece, row, job.block[0], columns, memory)
-                except OSError as exc:
-                    self._fail_locked(dump, f"writing failed: {exc.strerror} ({self.settings.dir})")
-        self.counters.add(write_s=time.perf_counter() - begin)
-
-    def _put(self, dump: Dump, piece: Piece, row: int, base: int, columns: list[int], memory: np.ndarray) -> None:
-        if dump.file < 0:
-            self._open(dump)
-        for index, (item, column, offset) in enumerate(zip(self.fields, columns, dump.offsets)):
-            start = base + column + row * item.row_bytes
-            rows = memory[start : start + piece.rows * item.row_bytes].reshape(piece.rows, item.row_bytes)
-            words, sums, step = row_words(rows), np.empty(piece.rows, np.uint32), max(1, BLOCK_BYTES // item.row_bytes)
-            for at in range(0, piece.rows, step):
-                add_words(words[at : at + step], sums[at : at + step])
-                write_all(dump.file, memoryview(rows[at : at + step].reshape(-1)), offset + (piece.first + at) * item.row_bytes)
-            dump.sums[index] += rows_sum(sums, piece.first)
-        dump.written += 1
-        if dump.closed and dump.written == dump.pieces:
-            write_all(dump.file, memoryview(self._finished_header(dump)), 0)
-            os.close(dump.file)
-            dump.file = -1
-            os.rename(dump.temporary, os.path.join(self.settings.dir, f"{dump.rid}.safetensors"))
-            dump.dead = True
-            self.counters.add(dumps=1, rows=dump.tokens, bytes=dump.tokens * sum(item.row_bytes for item in self.fields))
-
-    def _open(self, dump: Dump) -> None:
-        """Make the temporary file and lay it out: the request's name says how many rows there will be. The header follows at the end, with the checksums."""
-        with self.serial_lock:
-            self.serial += 1
-            serial = self.serial
-        header: dict[str, Any] = {"__metadata__": {**self.metadata, "rid": dump.rid, "rows": str(dump.tokens), "checksums": ""}}
-        sizes = [item.row_bytes * dump.tokens for item in self.fields]
-        start = 0
-        for item, size in zip(self.fields, sizes):
-            shape = [dump.tokens, item.columns] if item.columns else [dump.tokens]
-            header[item.name] = {"dtype": SAFETENSORS_DTYPE[item.dtype], "shape": shape, "data_offsets": [start, start + size]}
-            start += size
-        dump.sums = [0] * len(self.fields)
-        dump.header = json.dumps(header, separators=(",", ":")).encode()
-        length = len(dump.header) + len(self._checksums(dump))
-        dump.header += b" " * (-length % 8)
-        length += -length % 8
-        dump.temporary = os.path.join(self.settings.dir, f".{dump.rid}.{serial}.{os.getpid()}.tmp")
-        dump.file = os.open(dump.temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
-        dump.offsets = [8 + length + sum(sizes[:index]) for index in range(len(sizes))]
-
-    def _checksums(self, dump: Dump) -> bytes:
-        """`name:16 hex digits` of each tensor (rows_sum), and `header:8 hex digits`: crc32 of the header, padding included, without this text."""
-        sums = [f"{item.name}:{total & 0xFFFFFFFFFFFFFFFF:016x}" for item, total in zip(self.fields, dump.sums)]
-        return " ".join([*sums, f"header:{zlib.crc32(dump.header):08x}"]).encode()
-
-    def _finished_header(self, dump: Dump) -> bytes:
-        text = dump.header.replace(b'"checksums":""', b'"checksums":"' + self._checksums(dump) + b'"', 1)
-        return len(text).to_bytes(8, "little") + text
+    def put(self, job: Job) -> None:
+        """Queue a job; its copies may still run."""
+        self.waiting.append(job)
+        self.pump()
+        self.wake.set()
 
     def fail(self, dump: Dump, reason: str) -> None:
-        """Drop a dump and say why in `<rid>.error`; a second reason for the same dump is not written."""
-        with dump.lock:
-            if not dump.dead:
-                self._fail_locked(dump, reason)
+        """Drop a dump and say why in `<rid>.error` (an empty reason: without one), after what was queued before. Never raises."""
+        self.put(Job(failed=dump, reason=reason))
 
-    def _fail_locked(self, dump: Dump, reason: str) -> None:
-        dump.dead = True
-        self.counters.add(errors=1 if reason else 0)
+    def pump(self, wait: bool = False) -> None:
+        """Hand over the jobs whose copies are done, read the answers. With `wait` another thread that does so is waited for."""
+        if not self.lock.acquire(blocking=wait):
+            return
         try:
-            if dump.file >= 0:
-                os.close(dump.file)
-                dump.file = -1
-            if dump.temporary and os.path.exists(dump.temporary):
-                os.unlink(dump.temporary)
-            if reason:
-                self.write_error(dump.rid, reason, dump.next_row)
-        except OSError as exc:
-            logger.error("hidden-state dump: %s failed (%s), and so did writing that down: %s", dump.rid, reason, exc)
+            if self.link is not None:
+                self._send()
+                self._receive()
+        except (OSError, EOFError):
+            self.link.close()
+            self.link = None  # the courier starts another process
+        except Exception:
+            logger.exception("hidden-state dump: writer")
+        finally:
+            self.lock.release()
 
-    def write_error(self, rid: str, reason: str, rows: int) -> None:
-        temporary = os.path.join(self.settings.dir, f".{rid}.error.{os.getpid()}.tmp")
-        with open(temporary, "w", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
-            json.dump({"rid": rid, "reason": reason, "rows": rows}, file)
-        os.rename(temporary, os.path.join(self.settings.dir, f"{rid}.error"))
+    def close(self) -> None:
+        """Write what is queued, end the process (for tests; a server's ends with it)."""
+        deadline = time.monotonic() + 20
+        while (self.waiting or self.unsent or self.sent) and time.monotonic() < deadline:
+            self.pump(wait=True)
+            time.sleep(0.002)
+        self.over = True
+        self.wake.set()
+        if self.link is not None:
+            self.link.shutdown(socket.SHUT_WR)
+        if self.process is not None:
+            self.process.wait(20)
+        if self.thread is not None:
+            self.thread.join(20)
+        self.pump(wait=True)
+        self.ring.close()
+
+    def _start(self, process: bool) -> None:
+        mine, theirs = socket.socketpair()
+        if process:
+            handles = (theirs.fileno(), self.ring.file)
+            command = [sys.executable, "-P", os.path.abspath(__file__), *map(str, handles)]
+            single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+            self.process = subprocess.Popen(command, pass_fds=handles, stdin=subprocess.DEVNULL, env=os.environ | single)
+            theirs.close()
+        else:
+            self.files = FileWriter(self.settings, self.metadata, self.ring.memory.numpy(), theirs)
+            self.thread = threading.Thread(target=self.files.run, name="hidden-state-files", daemon=True)
+            self.thread.start()
+        mine.setblocking(False)
+        self.unsent[:] = frame(("start", tuple(self.settings), self.metadata))
+        self.received.clear()
+        if self.fields:
+            self.unsent += frame(("fields", [tuple(item) for item in self.fields]))
+        self.told = bool(self.fields)
+        self.link = mine
+
+    def _send(self) -> None:
+        while self.waiting and len(self.unsent) < 1 << 20:
+            job = self.waiting[0]
+            if job.event is not None:
+                if not job.event.query():
+                    if not job.late:
+                        job.late = True
+                        self.counters.add(waits=1)
+                    break
+                self.counters.add(copy_s=job.started.elapsed_time(job.event) / 1e3)
+            self.waiting.popleft()
+            self._hand_over(job)
+        if self.unsent:
+            try:
+                del self.unsent[: self.link.send(self.unsent)]
+            except BlockingIOError:
+                pass  # the process is behind; the ring bounds by how much
+
+    def _hand_over(self, job: Job) -> None:
+        if job.failed is not None:
+            if not job.failed.dead:  # else a reason stands there already
+                job.failed.dead = True
+                self.begun.pop(job.failed.key, None)
+                self.unsent += frame(("fail", job.failed.key, job.failed.rid, job.reason, job.failed.next_row))
+            return
+        if not self.told:
+            self.unsent += frame(("fields", [tuple(item) for item in self.fields]))
+            self.told = True
+        pieces = []
+        for dump, piece, row in job.pieces:
+            if not dump.dead:
+                last = piece.first + piece.rows >= dump.tokens
+                pieces.append((dump.key, dump.rid, dump.tokens, piece.first, piece.rows, row, dump.pieces if last else 0))
+                self.begun[dump.key] = dump
+        self.serial += 1
+        self.sent[self.serial] = job.block
+        self.unsent += frame(("job", self.serial, job.block[0], job.rows, pieces))
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                data = self.link.recv(1 << 16)
+            except BlockingIOError:
+                break
+            if not data:
+                raise EOFError
+            self.received += data
+        for number, counts, done, failed in frames(self.received):
+            if number is not None:
+                self.ring.give_back(self.sent.pop(number))
+            self.counters.add(**counts)
+            for key in done:
+                self.begun.pop(key, None)
+            for key in failed:
+                dump = self.begun.pop(key, None)
+                if dump is not None:
+                    dump.dead = True
+
+    def _idle(self) -> None:
+        while True:
+            self.wake.wait(1.0)  # a process that ended while nothing was written is noticed too
+            time.sleep(IDLE_S)
+            if self.over:
+                return
+            try:
+                if self.link is None:
+                    self._restart()
+                self.pump(wait=True)
+            except Exception:
+                logger.exception("hidden-state dump: courier")
+                time.sleep(1.0)
+            if not (self.waiting or self.unsent or self.sent) and self.link is not None:
+                self.wake.clear()
+                if self.waiting:
+                    self.wake.set()
+
+    def _restart(self) -> None:
+        """The process is gone: what it had rows of fails, its blocks are free, another one takes over."""
+        with self.lock:
+            code = self.process.wait(5) if self.process is not None else None
+            reason = f"the process that writes the dumps ended (exit code {code})"
+            logger.error("hidden-state dump: %s; %d dumps are lost, another one starts", reason, len(self.begun))
+            for dump in self.begun.values():
+                dump.dead = True
+                if not os.path.exists(os.path.join(self.settings.dir, f"{dump.rid}.safetensors")):
+                    self.counters.add(errors=1)
+                    try:
+                        write_error(self.settings.dir, dump.rid, reason, dump.next_row)
+                    except OSError as exc:
+                        logger.error("hidden-state dump: %s: no .error could be written: %s", dump.rid, exc)
+            self.begun.clear()
+            for block in self.sent.values():
+                self.ring.give_back(block)
+            self.sent.clear()
+            try:
+                open_folder(self.settings.dir)  # removes its half-written files
+            except OSError as exc:
+                logger.error("hidden-state dump: %s: %s", self.settings.dir, exc)
+            self._start(self.process is not None)
+
+
+# ---- the process that writes ------------------------------------------------------------------------------------------------------------------
+
+
+def frame(message: Any) -> bytes:
+    """A message as bytes: length, then pickle. Both ends are this file."""
+    data = pickle.dumps(message, protocol=5)
+    return len(data).to_bytes(4, "little") + data
+
+
+def frames(received: bytearray) -> list[Any]:
+    """The whole messages at the start of `received`, taken out of it."""
+    messages, at = [], 0
+    while len(received) - at >= 4 and len(received) - at - 4 >= (length := int.from_bytes(received[at : at + 4], "little")):
+        messages.append(pickle.loads(received[at + 4 : at + 4 + length]))
+        at += 4 + length
+    del received[:at]
+    return messages
+
+
+class OpenFile:
+    """One request's file while it grows."""
+
+    def __init__(self, key: int, rid: str, tokens: int):
+        self.key, self.rid, self.tokens = key, rid, tokens
+        self.written = 0  # pieces
+        self.total = 0  # pieces, once the last one came
+        self.dead = False
+        self.lock = threading.Lock()
+        self.file = -1
+        self.temporary = ""
+        self.header = b""  # all of it but the checksums
+        self.offsets: list[int] = []
+        self.sums: list[int] = []  # of the rows written so far, one a field
+
+
+class FileWriter:
+    """Threads that turn the rows of a ring into files, told over `link` what lies where."""
+
+    def __init__(self, settings: Settings, metadata: dict[str, str], memory: np.ndarray, link: socket.socket):
+        self.settings, self.metadata, self.memory, self.link = settings, metadata, memory, link
+        self.fields: list[Field] = []
+        self.jobs: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()
+        self.open: dict[int, OpenFile] = {}
+        self.failed: dict[int, None] = {}  # keys whose later rows are dropped, the newest last
+        self.lock = threading.Lock()  # of open, failed, serial and the link's sending side
+        self.serial = 0
+
+    def run(self) -> None:
+        """Read messages until the server's end is closed, write what is queued, leave nothing half-written."""
+        threads = [threading.Thread(target=self._work, name=f"hidden-state-writer-{index}") for index in range(self.settings.writers)]
+        for thread in threads:
+            thread.start()
+        received = bytearray()
+        while data := self._read():
+            received += data
+            for message in frames(received):
+                if message[0] == "fields":
+                    self.fields = [Field(*item) for item in message[1]]
+                elif message[0] != "start":
+                    self.jobs.put(message)
+        for _ in threads:
+            self.jobs.put(None)
+        for thread in threads:
+            thread.join()
+        for one in list(self.open.values()):
+            self._drop(one)
+        self.link.close()
+
+    def _read(self) -> bytes:
+        try:
+            return self.link.recv(1 << 20)
+        except OSError:
+            return b""
+
+    def _answer(self, number: int | None, counts: dict[str, float], done: list[int], failed: list[int]) -> None:
+        with self.lock:
+            try:
+                self.link.sendall(frame((number, counts, done, failed)))
+            except OSError:
+                pass  # the server is gone
+
+    def _work(self) -> None:
+        while (message := self.jobs.get()) is not None:
+            if message[0] == "fail":
+                _, key, rid, reason, rows = message
+                self._fail(key, rid, reason, rows)
+                self._answer(None, {"errors": 1 if reason else 0}, [], [key])
+                continue
+            _, number, base, rows, pieces = message
+            begin = time.perf_counter()
+            counts: dict[str, float] = {"dumps": 0, "rows": 0, "bytes": 0, "errors": 0}
+            done: list[int] = []
+            failed: list[int] = []
+            columns, _ = layout(self.fields, rows)
+            for key, rid, tokens, first, count, row, total in pieces:
+                one = self._file_of(key, rid, tokens)
+                if one is None:
+                    continue
+                try:
+                    with one.lock:
+                        if not one.dead:
+                            self._put(one, first, count, row, base, columns)
+                            one.total = one.total or total
+                            if one.written == one.total:
+                                self._finish(one)
+                                done.append(key)
+                                counts["dumps"] += 1
+                                counts["rows"] += tokens
+                                counts["bytes"] += tokens * sum(item.row_bytes for item in self.fields)
+                except Exception as exc:
+                    if not isinstance(exc, OSError):
+                        logger.exception("hidden-state dump: writer")
+                    reason = f"writing failed: {exc.strerror} ({self.settings.dir})" if isinstance(exc, OSError) else f"the writer failed: {exc!r}"
+                    self._fail(key, rid, reason, first)
+                    counts["errors"] += 1
+                    failed.append(key)
+            counts["write_s"] = time.perf_counter() - begin
+            self._answer(number, counts, done, failed)
+
+    def _file_of(self, key: int, rid: str, tokens: int) -> OpenFile | None:
+        """The file these rows belong to; None when it was given up."""
+        with self.lock:
+            if key in self.failed:
+                return None
+            if key not in self.open:
+                self.open[key] = OpenFile(key, rid, tokens)
+            return self.open[key]
+
+    def _put(self, one: OpenFile, first: int, count: int, row: int, base: int, columns: list[int]) -> None:
+        """Write rows `first`, `first` + 1, ... of a request, which lie from row `row` on in a block at `base`, and add them to the checksums."""
+        if one.file < 0:
+            self._open(one)
+        for index, (item, column, offset) in enumerate(zip(self.fields, columns, one.offsets)):
+            start = base + column + row * item.row_bytes
+            rows = self.memory[start : start + count * item.row_bytes].reshape(count, item.row_bytes)
+            words, sums, step = row_words(rows), np.empty(count, np.uint32), max(1, BLOCK_BYTES // item.row_bytes)
+            for at in range(0, count, step):
+                add_words(words[at : at + step], sums[at : at + step])
+                write_all(one.file, memoryview(rows[at : at + step].reshape(-1)), offset + (first + at) * item.row_bytes)
+            one.sums[index] += rows_sum(sums, first)
+        one.written += 1
+
+    def _open(self, one: OpenFile) -> None:
+        """Make the temporary file and lay it out: the request's name says how many rows there will be. The header follows at the end, with the checksums."""
+        with self.lock:
+            self.serial += 1
+            serial = self.serial
+        header: dict[str, Any] = {"__metadata__": {**self.metadata, "rid": one.rid, "rows": str(one.tokens), "checksums": ""}}
+        sizes = [item.row_bytes * one.tokens for item in self.fields]
+        start = 0
+        for item, size in zip(self.fields, sizes):
+            shape = [one.tokens, item.columns] if item.columns else [one.tokens]
+            header[item.name] = {"dtype": SAFETENSORS_DTYPE[item.dtype], "shape": shape, "data_offsets": [start, start + size]}
+            start += size
+        one.sums = [0] * len(self.fields)
+        one.header = json.dumps(header, separators=(",", ":")).encode()
+        length = len(one.header) + len(self._checksums(one))
+        one.header += b" " * (-length % 8)
+        length += -length % 8
+        one.temporary = os.path.join(self.settings.dir, f".{one.rid}.{serial}.{os.getpid()}.tmp")
+        one.file = os.open(one.temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        one.offsets = [8 + length + sum(sizes[:index]) for index in range(len(sizes))]
+
+    def _checksums(self, one: OpenFile) -> bytes:
+        """`name:16 hex digits` of each tensor (rows_sum), and `header:8 hex digits`: crc32 of the header, padding included, without this text."""
+        sums = [f"{item.name}:{total & 0xFFFFFFFFFFFFFFFF:016x}" for item, total in zip(self.fields, one.sums)]
+        return " ".join([*sums, f"header:{zlib.crc32(one.header):08x}"]).encode()
+
+    def _finish(self, one: OpenFile) -> None:
+        """The header with the checksums, then the name by which the client knows it."""
+        text = one.header.replace(b'"checksums":""', b'"checksums":"' + self._checksums(one) + b'"', 1)
+        write_all(one.file, memoryview(len(text).to_bytes(8, "little") + text), 0)
+        os.close(one.file)
+        one.file = -1
+        os.rename(one.temporary, os.path.join(self.settings.dir, f"{one.rid}.safetensors"))
+        one.dead = True
+        with self.lock:
+            self.open.pop(one.key, None)
+
+    def _fail(self, key: int, rid: str, reason: str, rows: int) -> None:
+        """Give a file up; its later rows are dropped. With a reason `<rid>.error` says so."""
+        with self.lock:
+            self.failed[key] = None
+            if len(self.failed) > 10_000:  # the server sends no more rows of one once it has read the answer
+                del self.failed[next(iter(self.failed))]
+            one = self.open.get(key)
+        if one is not None:
+            self._drop(one)
+        if reason:
+            try:
+                write_error(self.settings.dir, rid, reason, rows)
+            except OSError as exc:
+                logger.error("hidden-state dump: %s failed (%s), and so did writing that down: %s", rid, reason, exc)
+
+    def _drop(self, one: OpenFile) -> None:
+        with one.lock:
+            one.dead = True
+            try:
+                if one.file >= 0:
+                    os.close(one.file)
+                    one.file = -1
+                if one.temporary and os.path.exists(one.temporary):
+                    os.unlink(one.temporary)
+            except OSError as exc:
+                logger.error("hidden-state dump: %s: %s", one.temporary, exc)
+        with self.lock:
+            self.open.pop(one.key, None)
+
+
+def write_error(folder: str, rid: str, reason: str, rows: int) -> None:
+    """`<rid>.error` by rename. Raises OSError."""
+    temporary = os.path.join(folder, f".{rid}.error.{os.getpid()}.tmp")
+    with open(temporary, "w", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+        json.dump({"rid": rid, "reason": reason, "rows": rows}, file)
+    os.rename(temporary, os.path.join(folder, f"{rid}.error"))
+
+
+def write_files(link_handle: int, ring_handle: int) -> None:
+    """The whole life of the process: it ends when the server does."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # a server that is told to end still writes what it has; its end of the link then closes
+    logging.basicConfig(level=logging.INFO, format="[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+    link, received = socket.socket(fileno=link_handle), bytearray()
+    while not (begun := frames(received)):
+        data = link.recv(1)  # the first message alone, the others are FileWriter's
+        if not data:
+            return
+        received += data
+    _, settings, metadata = begun[0]
+    memory = np.frombuffer(mmap.mmap(ring_handle, 0, access=mmap.ACCESS_READ), dtype=np.uint8)
+    FileWriter(Settings(*settings), metadata, memory, link).run()
 
 
 def write_all(file: int, data: memoryview, at: int) -> None:
@@ -601,6 +907,9 @@ class Capture:
         starts, size = layout(self.writer.fields, rows)
         block = self.writer.ring.take(size)
         if block is None:
+            self.writer.pump()  # what the process has written since
+            block = self.writer.ring.take(size)
+        if block is None:
             self.writer.counters.add(dropped=len(kept))
             self.give_up([piece.rid for _, piece in kept], f"no room for {size} bytes in the budget of {self.writer.ring.size} bytes: the files are not written fast enough; send fewer requests at a time")
             return
@@ -617,9 +926,8 @@ class Capture:
             for dump, piece in kept:
                 dump.pieces += 1
                 if dump.next_row >= dump.tokens:
-                    dump.closed = True
                     self.pending.pop(dump.rid, None)
-        self.writer.jobs.put(job)
+        self.writer.put(job)
 
     def accept(self, piece: Piece) -> Dump | None:
         """The dump that these rows belong to; None when they are not wanted (any more)."""
@@ -643,7 +951,7 @@ class Capture:
                 dump = self.pending.pop(piece.rid, None) or Dump(piece.rid, piece.tokens)
                 self.refused[piece.rid] = time.monotonic()
                 reason = f"rows {seen} to {piece.first - 1} never passed through the model (served from a prefix cache?)" if seen < piece.first else "rows came twice"
-                self.writer.jobs.put(Job(failed=dump, reason=reason))
+                self.writer.fail(dump, reason)
                 return None
             dump.next_row = piece.first + piece.rows
             dump.touched = time.monotonic()
@@ -651,7 +959,7 @@ class Capture:
 
     def drop_quietly(self, dump: Dump) -> None:
         """Forget what was written of a request that starts over (the writer removes its temporary file, no `.error`)."""
-        self.writer.jobs.put(Job(failed=dump, reason=""))
+        self.writer.fail(dump, "")
 
     def give_up(self, rids: list[str], reason: str) -> None:
         """Drop these requests' dumps with a `.error`; never raises."""
@@ -660,7 +968,7 @@ class Capture:
                 match = RID.fullmatch(rid)
                 dump = self.pending.pop(rid, None) or Dump(rid, int(match.group(1)))
                 self.refused[rid] = time.monotonic()
-                self.writer.jobs.put(Job(failed=dump, reason=reason))
+                self.writer.fail(dump, reason)
 
     def copy(self, job: Job, ids: torch.Tensor, states: list[torch.Tensor], starts: list[int]) -> None:
         """Enqueue the copies into the ring: on the GPU on a stream of their own, behind the forward that made the rows."""
@@ -681,7 +989,7 @@ class Capture:
         ids, states[-1] = ids.clone(), states[-1].clone()
         self.stream.wait_stream(main)
         with torch.cuda.stream(self.stream):
-            job.started, job.event = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True, blocking=True)
+            job.started, job.event = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             job.started.record(self.stream)
             self._enqueue(job, ids, states, starts, runs, fp8)
             job.event.record(self.stream)
@@ -692,7 +1000,7 @@ class Capture:
         memory, base = self.writer.ring.memory, job.block[0]
         targets = {}
         for item, start in zip(self.writer.fields, starts):
-            flat = memory[base + start : base + start + item.row_bytes * job.rows].view(item.dtype)
+            flat = memory[base + start : base + start + item.row_bytes * job.rows].view(getattr(torch, item.dtype))
             targets[item.name] = flat.view(job.rows, item.columns) if item.columns else flat
         names = [item.name for item in self.writer.fields if item.columns]
         if fp8:  # in pieces, so that its float32 copies stay small beside a model that fills the GPU
@@ -750,15 +1058,15 @@ def install(model_runner: Any) -> None:
     writer = None
     if parallel.attn_tp_rank == 0:
         budget = settings.budget_mb << 20 or default_budget(model_runner, len(switch.points))
-        writer = Writer(settings, describe(model_runner, settings, switch), Ring(budget, pinned=device.type == "cuda"), Counters(), device)
+        writer = Writer(settings, describe(model_runner, settings, switch), Ring(budget, pinned=device.type == "cuda"), Counters())
     capture = Capture(switch, settings, (ForwardMode.EXTEND, ForwardMode.MIXED), writer, device)
     switch.text.forward = capture.forward
     if writer is None:
         logger.info("hidden-state dump: attention-TP rank %d captures with rank 0 and writes nothing", parallel.attn_tp_rank)
         return
     logger.info(
-        "hidden-state dump: %s, layer ids %s: state after %s decoder layers and the final norm, dtype %s, attention-DP rank %d, folder %s, budget %.0f MB, %d writers",
-        type(switch.text).__name__, list(settings.layer_ids), switch.points, settings.dtype, parallel.attn_dp_rank, settings.dir, writer.ring.size / 1e6, settings.writers,
+        "hidden-state dump: %s, layer ids %s: state after %s decoder layers and the final norm, dtype %s, attention-DP rank %d, folder %s, budget %.0f MB, %d writers in process %d",
+        type(switch.text).__name__, list(settings.layer_ids), switch.points, settings.dtype, parallel.attn_dp_rank, settings.dir, writer.ring.size / 1e6, settings.writers, writer.process.pid,
     )  # fmt: skip
     threading.Thread(target=watch, args=(capture, writer), name="hidden-state-watch", daemon=True).start()
 
@@ -807,3 +1115,7 @@ def watch(capture: Capture, writer: Writer) -> None:
         except Exception:
             logger.exception("hidden-state dump: watch")
         time.sleep(1.0)
+
+
+if __name__ == "__main__":
+    write_files(*map(int, sys.argv[1:3]))

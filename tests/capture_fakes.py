@@ -109,9 +109,9 @@ def batch_of(*requests: tuple[str, list[int], int], mode: Mode = Mode.EXTEND, pa
 
 
 class Rig:
-    """A fake model with the hook on it, writing into `folder`."""
+    """A fake model with the hook on it, writing into `folder`: in a thread (writer.files), or with `process` as a server does."""
 
-    def __init__(self, folder: Path, style: str = "list", shift: int = 1, layer_ids: tuple[int, ...] = (0, 2, 4), model: Model | None = None, **settings: Any):
+    def __init__(self, folder: Path, style: str = "list", shift: int = 1, layer_ids: tuple[int, ...] = (0, 2, 4), model: Model | None = None, process: bool = False, **settings: Any):
         hook = load_hook()
         self.folder, self.hook = folder, hook
         self.model = model or Model(style, shift)
@@ -120,7 +120,7 @@ class Rig:
         self.switch = hook.find_layers(self.model, layer_ids)
         metadata = {"kind": "aerie-dump", "format": "2", "capture_points": str(self.switch.points), "dtype": "fp8" if self.settings.dtype == "fp8" else "float32", "normed": "true"}
         self.counters = hook.Counters()
-        self.writer = hook.Writer(self.settings, metadata, hook.Ring(self.settings.budget_mb << 20, False), self.counters, torch.device("cpu"))
+        self.writer = hook.Writer(self.settings, metadata, hook.Ring(self.settings.budget_mb << 20, False), self.counters, process)
         self.capture = hook.Capture(self.switch, self.settings, (Mode.EXTEND, Mode.MIXED), self.writer, torch.device("cpu"))
         self.switch.text.forward = self.capture.forward
 

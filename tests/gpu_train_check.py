@@ -32,7 +32,14 @@ def run(shape, dtype, fast: bool, device: torch.device, masks: list[list[int]], 
     batch = build_batch(samples, steps, dtype).to(device, dtype)
     loss, counts, _ = unroll(drafter, batch, fixed, Rope(drafter, device, dtype), float(batch.counts[0]))
     loss.backward()
-    return loss.item(), {name: parameter.grad.clone() for name, parameter in drafter.named_parameters()}, [int(one.correct) for one in counts]
+    grads = {name: parameter.grad.clone() for name, parameter in drafter.named_parameters()}
+    with torch.no_grad():  # as an evaluation does: without gradients there are top tokens, and they must say the same
+        _, again, drafted = unroll(drafter, batch, fixed, Rope(drafter, device, dtype), float(batch.counts[0]))
+    correct = [int(one.correct) for one in counts]
+    assert [int(one.correct) for one in again] == correct, f"hits with gradients {correct}, without {[int(one.correct) for one in again]}"
+    assert [len(top) for top in drafted] == batch.counts[: len(drafted)] and all(0 <= int(top.min()) and int(top.max()) < len(ids) for top in drafted)
+    assert all(torch.equal(parameter.grad, grads[name]) for name, parameter in drafter.named_parameters()), "an evaluation changed gradients"
+    return loss.item(), grads, correct
 
 
 # the heads of Kimi and DeepSeek: 192 wide for queries and keys, 128 for values

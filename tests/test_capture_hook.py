@@ -7,6 +7,8 @@ import json
 import os
 import re
 import shutil
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -269,8 +271,8 @@ def test_a_shard_of_the_tokens_is_an_error(rig: Callable[..., Rig], monkeypatch:
 def test_a_full_budget_drops_the_dump_and_never_waits(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
     one = rig()
     gate = threading.Event()
-    put = one.writer._put
-    monkeypatch.setattr(one.writer, "_put", lambda *args: (gate.wait(30), put(*args)))
+    put = one.writer.files._put
+    monkeypatch.setattr(one.writer.files, "_put", lambda *args: (gate.wait(30), put(*args)))
     sent = []
     for index in range(40):  # 4,000 rows are 0.5 MB of the 1 MB budget; the writers stand still
         rid = name(4000)
@@ -281,9 +283,18 @@ def test_a_full_budget_drops_the_dump_and_never_waits(rig: Callable[..., Rig], m
     assert 30 < len(dropped) < 40 and one.counters.values["dropped"] == len(dropped)
     for rid in set(sent) - set(dropped):
         check(one, rid, [sent.index(rid)] * 4000)
+    until(lambda: not one.writer.sent)  # a block is free a moment after its file is there
     rid = name(4000)
     one.run((rid, [1] * 4000, 0))
     check(one, rid, [1] * 4000)
+
+
+def until(true: Callable[[], Any], timeout: float = 20.0) -> None:
+    """Wait for something; a failure after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while not true():
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.01)
 
 
 def wait_error(one: Rig, rid: str) -> str:
@@ -422,6 +433,59 @@ def test_settings_that_make_no_sense(changed: dict[str, str], words: str) -> Non
     with pytest.raises(hook.HiddenStateDumpError, match=words):
         hook.read_settings(environ)
     assert hook.read_settings({key: value for key, value in environ.items() if key != "SGLANG_HS_DUMP_DIR"}) is None
+
+
+# ---- the process that writes ----
+
+
+def test_a_process_of_its_own_writes_the_files(rig: Callable[..., Rig]) -> None:
+    one = rig(process=True)
+    rids = [name(length) for length in (2, 300, 7)]
+    one.run(*((rid, list(range(length)), 0) for rid, length in zip(rids, (2, 300, 7))))
+    for rid, length in zip(rids, (2, 300, 7)):
+        check(one, rid, list(range(length)))
+    for number in (signal.SIGTERM, signal.SIGINT):  # sent to the whole group when a server is told to end: it still writes what it has
+        one.writer.process.send_signal(number)
+    rid = name(5)
+    one.run((rid, [1, 2, 3], 0))
+    one.run((rid, [4, 5], 3))
+    check(one, rid, [1, 2, 3, 4, 5])
+    until(lambda: one.counters.values["dumps"] == 4 and one.counters.values["rows"] == 2 + 300 + 7 + 5)
+
+
+def test_what_the_writing_process_had_begun_fails_by_name_when_it_is_killed(rig: Callable[..., Rig]) -> None:
+    one = rig(process=True)
+    rid, whole = name(6), name(3)
+    one.run((rid, [1, 2, 3], 0), (whole, [7, 8, 9], 0))
+    check(one, whole, [7, 8, 9])
+    first = one.writer.process
+    first.kill()
+    assert "ended (exit code -9)" in wait_error(one, rid)
+    until(lambda: one.writer.process is not first and one.writer.link is not None)
+    one.run((rid, [4, 5, 6], 3))  # its later rows go nowhere
+    again = name(6)
+    one.run((again, [1, 2, 3, 4, 5, 6], 0))
+    check(one, again, [1, 2, 3, 4, 5, 6])
+    assert sorted(path.suffix for path in one.folder.iterdir()) == [".error", ".safetensors", ".safetensors"]  # nothing half-written
+
+
+def test_the_process_ends_with_the_server_and_leaves_nothing_half_written(tmp_path: Path) -> None:
+    code = (
+        f"import sys, time; sys.path[:0] = {[str(ROOT / 'tests'), str(ROOT / 'scripts')]!r}\n"
+        "from pathlib import Path; from capture_fakes import Rig\n"
+        f"one = Rig(Path({str(tmp_path)!r}), process=True)\n"
+        f"one.run(({name(9)!r}, [1, 2, 3], 0))\n"
+        "print(one.writer.process.pid, flush=True); time.sleep(600)"
+    )
+    server = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        writer = int(server.stdout.readline())
+        until(lambda: [path.suffix for path in tmp_path.iterdir()] == [".tmp"])
+    finally:
+        server.kill()
+        server.wait()
+    until(lambda: not Path(f"/proc/{writer}").exists() or "zombie" in Path(f"/proc/{writer}/status").read_text())
+    assert list(tmp_path.iterdir()) == []
 
 
 # ---- the ring ----
