@@ -363,6 +363,7 @@ class Job:
     pieces: list[tuple[Dump, Piece, int]] = field(default_factory=list)  # dump, piece, its first row in the block
     event: Any = None  # CUDA event behind the copy
     started: Any = None
+    held: tuple[Any, ...] = ()  # what is copied from
     late: bool = False  # its copies were still running when they were first looked for
     failed: Dump | None = None
     reason: str = ""
@@ -920,6 +921,8 @@ class Capture:
         try:
             self.copy(job, ids, [*states, final], starts)
         except Exception:
+            if self.stream is not None:
+                self.stream.synchronize()  # a copy that was started must not end in what the block holds next
             self.writer.ring.give_back(block)
             raise
         with self.lock:
@@ -993,8 +996,8 @@ class Capture:
             job.started.record(self.stream)
             self._enqueue(job, ids, states, starts, runs, fp8)
             job.event.record(self.stream)
-        for tensor in (ids, *states):
-            tensor.record_stream(self.stream)
+        # held until the copies are done; with record_stream() the allocator would ask at every allocation of the next forward whether they are
+        job.held = (ids, *states)
 
     def _enqueue(self, job: Job, ids: torch.Tensor, states: list[torch.Tensor], starts: list[int], runs: list[list[int]], fp8: bool) -> None:
         memory, base = self.writer.ring.memory, job.block[0]
