@@ -252,6 +252,7 @@ def finish(config: Config, plan: Plan, writer: StoreWriter, todo: list[Job], lef
         extracted_now=outcome.extracted, tokens_now=outcome.tokens, seconds=outcome.seconds, failed=len(outcome.failed), skipped=dict(plan.skipped | left_out),
         accounting=sentence, store_bytes=writer.manifest["bytes"], shards=writer.manifest["shards"], retries=outcome.retries, late_dumps=outcome.late,
         server_losses=outcome.server_losses, peak_requests_in_flight=outcome.peak_in_flight, peak_dump_bytes=outcome.peak_dump_bytes, stopped=outcome.stopped,
+        workers=outcome.workers, workers_peak_bytes=outcome.workers_peak_bytes,
         proof=proof._asdict() if proof else {},
     )  # fmt: skip
     if outcome.stopped == "interrupted":

@@ -2,7 +2,8 @@
 """How much of a server's prefill rate extraction keeps, and how fast the client itself can be.
 
 default    one server, the same prompts at the same concurrency: plain requests against extraction; `ratio` = extraction / plain (to reach: 0.85)
---ceiling  a stand-in server that hands out H 7168 dumps as fast as memory allows: the client's GB/s; `ratio` = that / the folder's own write rate (0.6)
+--ceiling  a stand-in server with processes of its own hands out H 7168 dumps that were made before the clock starts: the client's GB/s from the first request to the last
+           fsync; `ratio` = that / what as many processes write into fresh files of a shard's size in the same folder, fsync included (to reach: 0.6)
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from aerie.config import Config, add_config_arguments, config_from_args
 from aerie.dumps import capture_info, check_dump, dump_path, read_dump, remove_dump, wait_dump
 from aerie.errors import UserError, run_main
 from aerie.extract_plan import Job, Plan, order
-from aerie.extraction import Extraction, default_workers
+from aerie.dump_pool import default_workers
+from aerie.extraction import Extraction
 from aerie.generate_client import Client
 from aerie.identity import read_model_config, text_config
 from aerie.paths import ROOT
@@ -39,6 +41,7 @@ from aerie.rid import new_rid, sample_id
 from aerie.samples import Sample
 from aerie.servers import Server, dump_dir, url_of
 from aerie.store import StoreWriter, supervised_rows
+from aerie.write_rate import write_rate
 
 
 def make_prompts(count: int, shortest: int, longest: int, vocabulary: int, seed: int) -> list[Sample]:
@@ -94,11 +97,13 @@ def plain_seconds(url: str, samples: list[Sample], concurrency: int, timeout_s: 
     return time.monotonic() - start
 
 
-def extract_once(config: Config, plan: Prompts, urls: list[str], folder: Path, store: Path, identity: dict[str, Any]) -> tuple[float, Any]:
+def extract_once(config: Config, plan: Prompts, urls: list[str], folder: Path, store: Path, identity: dict[str, Any], workers: int = 0) -> tuple[float, Any]:
     """Extract the whole plan from these servers into a fresh store; seconds and outcome."""
     shutil.rmtree(store, ignore_errors=True)
     writer = StoreWriter(store, {**identity, "model_hash": "bench"}, int(config.extract.shard_gb * 2**30))
-    outcome = Extraction(config, plan, order(plan.jobs), writer, urls, folder, identity).run()
+    extraction = Extraction(config, plan, order(plan.jobs), writer, urls, folder, identity, workers)
+    extraction.start_workers()  # a real run lasts for hours: their start is no part of the rate
+    outcome = extraction.run()
     if outcome.failed:
         raise UserError(f"{len(outcome.failed)} samples failed, the first: {next(iter(outcome.failed.values()))}")
     return outcome.seconds, outcome
@@ -154,63 +159,56 @@ def bench_server(config: Config, args: argparse.Namespace, store: Path) -> dict[
     }  # fmt: skip
 
 
-def write_rate(folder: Path, nbytes: int, threads: int) -> float:
-    """Bytes a second that `threads` threads write into new files here and fsync, 1 MiB a call."""
-    block = memoryview(np.random.default_rng(0).integers(0, 256, 1 << 20, dtype=np.uint8))
-
-    def one(number: int) -> None:
-        with open(folder / f"rate.{number}", "wb", buffering=0) as file:
-            for _ in range(max(1, nbytes // threads >> 20)):
-                file.write(block)
-            os.fsync(file.fileno())
-
-    workers = [threading.Thread(target=one, args=(number,)) for number in range(threads)]
-    start = time.monotonic()
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    seconds = time.monotonic() - start
-    written = sum(path.stat().st_size for path in folder.glob("rate.*"))
-    for path in folder.glob("rate.*"):
-        path.unlink()
-    return written / seconds
+def start_stand_in(args: argparse.Namespace, folder: Path) -> tuple[subprocess.Popen, Client]:
+    """The stand-in server, once it answers."""
+    processes = max(1, min(6, (os.cpu_count() or 1) // 3))
+    command = [sys.executable, str(ROOT / "tests" / "fake_dump_server.py"), "--dtype", "bfloat16", "--pool", "--processes", str(processes)]
+    server = subprocess.Popen([*command, "--port", str(args.port), "--dump-dir", str(folder), "--hidden", str(args.hidden)])
+    client = Client(f"http://127.0.0.1:{args.port}", 300.0)
+    deadline = time.monotonic() + 60
+    while not client.healthy():
+        if server.poll() is not None or time.monotonic() > deadline:
+            server.kill()
+            raise UserError(f"the stand-in server did not start on port {args.port}; choose another with --port")
+        time.sleep(0.05)
+    return server, client
 
 
 def bench_ceiling(config: Config, args: argparse.Namespace, store: Path) -> dict[str, Any]:
-    """The client alone against dumps that cost nothing to make."""
+    """The client alone against dumps that lie ready."""
     folder = Path(args.dumps or "/dev/shm") / f"aerie-ceiling-{os.getpid()}"
-    samples = make_prompts(args.samples, args.tokens[0], args.tokens[0], 1000, 0)  # one length: the stand-in uses its files again
+    folder.mkdir()
+    tokens = args.tokens[0]
+    samples = make_prompts(args.samples, tokens, tokens, 1000, 0)  # one length: a dump is ready for any of them
     plan = Prompts(samples)
     identity = {"aux_layer_ids": [1, 2, 4], "capture_points": [2, 3, 5], "hidden_size": args.hidden, "dtype": "bfloat16", "logits": {}}
-    port = args.port
-    stand_in = [sys.executable, str(ROOT / "tests" / "fake_dump_server.py"), "--dtype", "bfloat16", "--pool"]
-    command = [*stand_in, "--port", str(port), "--dump-dir", str(folder), "--hidden", str(args.hidden)]
-    server = subprocess.Popen(command)
-    url = f"http://127.0.0.1:{port}"
+    size = sum(job.tokens * 3 + job.final_rows for job in plan.jobs) * args.hidden * 2
+    dumps = len(samples) * tokens * (4 * args.hidden * 2 + 4)
+    for place, needed in ((folder, dumps + (size if folder.stat().st_dev == store.stat().st_dev else 0)), (store, size)):
+        if (free := shutil.disk_usage(place).free) < needed:
+            raise UserError(f"{place.parent} has {free / 1e9:.1f} GB free and {needed / 1e9:.1f} GB are needed; fewer --samples, or another --dumps or --store")
+    workers = args.workers or default_workers()
+    rates, client_rates, cpu, peaks = [], [], [], []
+    server, client = start_stand_in(args, folder)
     try:
-        client = Client(url, 60.0)
-        deadline = time.monotonic() + 60
-        while not client.healthy():
-            if server.poll() is not None or time.monotonic() > deadline:
-                raise UserError(f"the stand-in server did not start on port {port}; choose another with --port")
-            time.sleep(0.05)
-        warm = Prompts(make_prompts(2 * config.extract.max_in_flight, args.tokens[0], args.tokens[0], 1000, 1))
-        extract_once(config, warm, [url], folder, store / "store", identity)  # the stand-in writes its files
-        rates, client_rates, cpu = [], [], []
-        size = sum(job.tokens * 3 + job.final_rows for job in plan.jobs) * args.hidden * 2
-        workers = args.threads or default_workers()
-        for turn in range(args.rounds):
+        warm = Prompts(make_prompts(min(len(samples), 2 * workers), tokens, tokens, 1000, 1))
+        for turn in range(-1, args.rounds):
+            now = plan if turn >= 0 else warm
+            client.request("POST", "/prepare", {"rows": tokens, "count": len(now.made)})
             shutil.rmtree(store / "store", ignore_errors=True)
-            rates.append(write_rate(store, size, workers))
+            if turn >= 0:
+                rates.append(write_rate(store, size, workers, int(config.extract.shard_gb * 2**30)))
             before = os.times()
-            seconds, outcome = extract_once(config, plan, [url], folder, store / "store", identity)
+            seconds, outcome = extract_once(config, now, [client.url], folder, store / "store", identity, workers)
             after = os.times()
-            cpu.append(after.user + after.system - before.user - before.system)
+            if turn < 0:
+                continue  # the first is for everybody to wake up
+            cpu.append((sum(after[:2]) - sum(before[:2]), sum(after[2:4]) - sum(before[2:4])))  # this process, and the workers that have ended
             client_rates.append(size / seconds)
+            peaks.append(outcome.workers_peak_bytes)
             print(
-                f"round {turn + 1}: client {client_rates[-1] / 1e9:.2f} GB/s ({cpu[-1] / seconds:.2f} cores), plain writes of {workers} threads "
-                f"{rates[-1] / 1e9:.2f} GB/s",
+                f"round {turn + 1}: client {client_rates[-1] / 1e9:.2f} GB/s ({seconds:.2f} s; {cpu[-1][0]:.2f} core-seconds and {cpu[-1][1]:.2f} in "
+                f"{outcome.workers} workers), plain writes of {workers} processes {rates[-1] / 1e9:.2f} GB/s",
                 flush=True,
             )
     finally:
@@ -218,8 +216,11 @@ def bench_ceiling(config: Config, args: argparse.Namespace, store: Path) -> dict
         server.wait()
         shutil.rmtree(folder, ignore_errors=True)
     return {
-        "ratio": statistics.median(client_rates) / statistics.median(rates), "client_bytes_s": client_rates, "write_bytes_s": rates, "client_cpu_seconds": cpu,
-        "hidden": args.hidden, "samples": len(samples), "tokens_a_sample": args.tokens[0], "store_bytes": size,
+        "ratio": statistics.median(client_rates) / statistics.median(rates), "client_bytes_s": client_rates, "write_bytes_s": rates,
+        "samples_s": statistics.median(client_rates) / size * len(samples),
+        "client_cpu_ms_a_sample": 1e3 * statistics.median(own for own, _ in cpu) / len(samples),
+        "worker_cpu_s_a_gb": statistics.median(theirs for _, theirs in cpu) / size * 1e9, "workers": workers, "workers_peak_bytes": max(peaks),
+        "hidden": args.hidden, "samples": len(samples), "tokens_a_sample": tokens, "store_bytes": size, "dump_bytes": dumps,
         "store_folder": str(store), "dump_folder": str(folder),
         "retries": outcome.retries, "lost_and_late": dict(Counter(late=outcome.late, losses=outcome.server_losses)),
     }  # fmt: skip
@@ -237,7 +238,7 @@ def main() -> int:
     parser.add_argument("--ceiling", action="store_true", help="the client's own limit, against a stand-in server")
     parser.add_argument("--hidden", type=int, default=7168, help="--ceiling: width of a state (default: %(default)s)")
     parser.add_argument("--dumps", default="", help="--ceiling: where the stand-in writes (default: /dev/shm)")
-    parser.add_argument("--threads", type=int, default=0, help="--ceiling: threads of the plain writes (default: as many as the client has workers)")
+    parser.add_argument("--workers", type=int, default=0, help="--ceiling: processes of the client, and of the plain writes (default: as many as extraction has)")
     parser.add_argument("--port", type=int, default=31999, help="--ceiling: the stand-in's port (default: %(default)s)")
     args = parser.parse_args()
     config = config_from_args(args)

@@ -2,8 +2,8 @@
 """The full-size job at a thousandth of its volume, without a GPU: a fake target server, extraction, the store, and the trainer's reader.
 
 Two shapes of the same thousandth, because one cannot show everything:
-  wide   H 7168 dumps of 37 samples of 300 to 8,192 tokens: bytes a second, memory a sample. The server reuses files that it has written before (twelve
-         lengths, a pass that is not measured goes first), so that making states costs nothing and the rate can be set; 'ceiling' is the same without a set rate.
+  wide   H 7168 dumps of 37 samples of 300 to 8,192 tokens: bytes a second, memory a sample. The server hands out files that it has written before the
+         clock starts (twelve lengths), so that making states costs nothing and the rate can be set; 'ceiling' is the same without a set rate.
   many   all 37,312 samples with their real lengths at H 8, in as many shards as the full job has: accounting, memory by sample and shard, open files.
 The states are generated; the numbers are about this code and this machine, not about any target.
 """
@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ class Watch(threading.Thread):
             sizes = []
             for entry in os.scandir(self.folder):
                 try:
-                    if not entry.name.startswith(".pool."):
+                    if entry.name.startswith("aerie."):
                         sizes.append(entry.stat().st_size)
                 except FileNotFoundError:
                     continue
@@ -170,18 +171,11 @@ def phase(name: str, work: Path, hidden: int, lengths: np.ndarray, shard_gb: flo
             time.sleep(0.1)
         words = [word for text in settings for word in ("--set", text)]
         environment = os.environ | {"AERIE_RUNS_DIR": str(work)}
-
-        def extract(run_name: str) -> int:
-            return subprocess.run([sys.executable, str(EXTRACT), "--config", "smollm2-135m", "--run", run_name, *words], env=environment, check=False).returncode
-
-        if pool:  # fills the server's pool of files
-            shutil.copytree(run / "data", work / "warm" / "data")
-            if extract("warm"):
-                raise UserError("the pass that fills the pool failed")
-            shutil.rmtree(work / "warm")
+        for rows, count in Counter(lengths.tolist()).items() if pool else ():
+            Client(f"http://127.0.0.1:{port}", 300.0).request("POST", "/prepare", {"rows": rows, "count": count})
         watch = Watch(dumps)
         watch.start()
-        code = extract(name)
+        code = subprocess.run([sys.executable, str(EXTRACT), "--config", "smollm2-135m", "--run", name, *words], env=environment, check=False).returncode
         watch.ended.set()
         watch.join()
         if code:
@@ -193,11 +187,11 @@ def phase(name: str, work: Path, hidden: int, lengths: np.ndarray, shard_gb: flo
     child = subprocess.run([sys.executable, __file__, "--read", str(run / "store"), "--batch-tokens", str(batch_tokens)], capture_output=True, text=True, check=False)
     if child.returncode:
         raise UserError(f"reading the store of the {name} shape failed: {child.stderr.strip().splitlines()[-1:]}")
-    left = [path.name for path in dumps.iterdir() if not path.name.startswith(".pool.")]
+    left = [path.name for path in dumps.iterdir() if path.name.startswith("aerie.")]
     return {
         "hidden": hidden, "samples": len(lengths), "tokens": int(lengths.sum()), "server_tok_s": tok_s, "accounting": extracted["accounting"], "extract_seconds": extracted["seconds"],
         "extract_tok_s": extracted["extract_tok_s"], "dump_gb_s": extracted["extract_tok_s"] * (4 * hidden * 2 + 4) / 1e9, "store_bytes": extracted["store_bytes"], "shards": extracted["shards"],
-        "client_peak_memory_bytes": extracted["peak_memory_bytes"], "peak_requests_in_flight": extracted["peak_requests_in_flight"], "dump_files_at_most": watch.files,
+        "client_peak_memory_bytes": extracted["peak_memory_bytes"], "workers": extracted["workers"], "workers_peak_bytes": extracted["workers_peak_bytes"], "peak_requests_in_flight": extracted["peak_requests_in_flight"], "dump_files_at_most": watch.files,
         "dump_bytes_at_most": watch.bytes, "dumps_left": left, "read": json.loads(child.stdout.strip().splitlines()[-1]),
     }  # fmt: skip
 
@@ -208,7 +202,7 @@ def main() -> None:
     parser.add_argument("--tok-s", type=float, default=2600.0, help="rate of the fake server in the shape 'wide' (default: %(default)s)")
     parser.add_argument("--thousandth", type=float, default=1.0, help="how many thousandths of the volume (default: %(default)s)")
     parser.add_argument("--batch-tokens", type=int, default=8192)
-    parser.add_argument("--work", default="", help="an empty folder for it, about 12 GB (default: a temporary one)")
+    parser.add_argument("--work", default="", help="an empty folder for it, about 17 GB (default: a temporary one)")
     parser.add_argument("--report", default="", metavar="FILE")
     parser.add_argument("--read", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()

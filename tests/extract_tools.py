@@ -42,6 +42,19 @@ def make_samples(count: int, seed: int = 0, longest: int = 60, shortest: int = 8
     return samples
 
 
+def children_named(parent: int, name: str) -> list[int]:
+    """Process ids of the children of `parent` whose command holds `name`."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = status.read_text().rpartition(")")[2].split()
+            if int(fields[1]) == parent and name in (status.parent / "cmdline").read_text():
+                found.append(int(status.parent.name))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
 class RunOf:
     """02b on one run."""
 

@@ -8,8 +8,11 @@ so a test can say what the store must hold. Faults: --fault KIND:N does KIND to 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
+import signal
+import socket
 import sys
 import threading
 import time
@@ -21,6 +24,8 @@ import numpy as np
 from safetensors import safe_open
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+
+from fake_dump_pool import DumpPool  # noqa: E402  beside this file
 
 FAULTS = ("nan", "inf", "token", "row", "torn", "header", "flip", "rid", "slow", "error", "nodump", "http500", "garbage", "die", "late")
 ITEM = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}
@@ -64,9 +69,7 @@ class Fake:
         self.lock = threading.Lock()
         self.busy = threading.Lock()
         self.head: np.ndarray | None = None
-        self.payload: dict[int, list[np.ndarray]] = {}  # --pool: the states of all files of this length
-        self.pool: dict[int, list[Path]] = {}
-        self.pool_sums: dict[int, dict[str, str]] = {}
+        self.pool = DumpPool(self.folder, self.states, checksum, self.header)
 
     def metadata(self, rid: str, rows: int) -> dict[str, str]:
         args = self.args
@@ -84,8 +87,15 @@ class Fake:
                 self.head = file.get_tensor(name).astype(np.float64)
         return [int(token) for token in (final.astype(np.float64) @ self.head.T).argmax(1)]
 
-    def header(self, rid: str, rows: int, sums: dict[str, str]) -> bytes:
-        """Header bytes (8 aligned) of a dump whose tensors have these checksums."""
+    def states(self, rows: int) -> dict[str, np.ndarray]:
+        """States of `rows` tokens, for --pool: whatever the tokens are."""
+        names = [*(f"aux_{layer}" for layer in range(len(self.args.layer_ids))), "final"]
+        ids = np.arange(rows) % 1000
+        parts = {f"{name}_scale": np.full(rows, 0.5, np.float32) for name in names} if self.args.dtype == "fp8" else {}
+        return parts | {name: encode(known_states(ids, layer, self.args.hidden), self.args.dtype) for layer, name in enumerate(names)}
+
+    def header(self, rid: str, rows: int, sums: dict[str, str], room: int = 512) -> bytes:
+        """Header bytes of a dump whose tensors have these checksums, a multiple of `room`."""
         hidden, kind = self.args.hidden, STATE[self.args.dtype]
         names = [*(f"aux_{n}" for n in range(len(self.args.layer_ids))), "final"]
         fields = [("input_ids", "I32", [rows], 4 * rows)]
@@ -98,7 +108,7 @@ class Fake:
             at += size
         text = json.dumps(entries).encode()
         values = " ".join(f"{name}:{sums[name]}" for name, *_ in fields)
-        text += b" " * (-(len(text) + len(values) + len(" header:01234567") + 8) % 512)
+        text += b" " * (-(len(text) + len(values) + len(" header:01234567") + 8) % room)
         values += f" header:{zlib.crc32(text):08x}"
         text = text.replace(b'"checksums": ""', b'"checksums": "' + values.encode() + b'"', 1)
         return len(text).to_bytes(8, "little") + text
@@ -144,33 +154,6 @@ class Fake:
         temporary.write_bytes(data)
         temporary.rename(self.folder / name)
 
-    def pooled(self, rid: str, ids: np.ndarray) -> None:
-        """As fast as memory allows: a file of this length that was written before and that the client has deleted since gets a new header, ids and name."""
-        rows, layers = len(ids), len(self.args.layer_ids) + 1
-
-        def head() -> bytes:
-            return self.header(rid, rows, {**self.pool_sums[rows], "input_ids": checksum(ids.astype(np.int32))})
-
-        with self.lock:
-            free = self.pool.setdefault(rows, [])
-            path = next((item for item in free if item.stat().st_nlink == 1), None)
-            if path is None:
-                path = self.folder / f".pool.{rows}.{len(free)}"
-                free.append(path)
-                if rows not in self.payload:
-                    self.payload[rows] = [encode(known_states(ids, layer, self.args.hidden), self.args.dtype) for layer in range(layers)]
-                    self.pool_sums[rows] = {name: checksum(part) for name, part in zip([*(f"aux_{layer}" for layer in range(layers - 1)), "final"], self.payload[rows])}
-                with open(path, "wb") as file:
-                    file.write(head() + ids.astype(np.int32).tobytes())
-                    for part in self.payload[rows]:
-                        file.write(part)
-            target = self.folder / f".{rid}.tmp"
-            os.link(path, target)  # reserved from here on
-        fd = os.open(path, os.O_WRONLY)
-        os.pwrite(fd, head() + ids.astype(np.int32).tobytes(), 0)
-        os.close(fd)
-        target.rename(self.folder / f"{rid}.safetensors")
-
     def generate(self, body: dict) -> tuple[int, bytes]:
         """Status and answer; the dump is written before (or, fault 'late', after)."""
         rid, ids = body.get("rid", ""), np.array(body["input_ids"], np.int32)
@@ -197,7 +180,7 @@ class Fake:
         elif kind == "late":
             threading.Timer(0.3, self.write, (rid, ids, "")).start()
         elif kind != "nodump":
-            self.pooled(rid, ids) if self.args.pool else self.write(rid, ids, kind)
+            self.pool.hand_out(rid, ids) if self.args.pool else self.write(rid, ids, kind)
         if kind == "garbage":
             return 200, b"not json"
         answer: dict = {"text": "", "output_ids": [0], "meta_info": {"id": rid, "finish_reason": {"type": "length"}}}
@@ -214,6 +197,7 @@ def serve(args: argparse.Namespace) -> None:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # headers and body are two writes: without this the second waits for the client's delayed answer to the first
 
         def log_message(self, *words: object) -> None:
             pass
@@ -231,6 +215,8 @@ def serve(args: argparse.Namespace) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             if self.path == "/abort_request":
                 self.answer(200, b"")
+            elif self.path == "/prepare":
+                self.answer(200, json.dumps(fake.pool.prepare(body["rows"], body["count"])).encode())
             else:
                 self.answer(*fake.generate(body))
 
@@ -238,9 +224,18 @@ def serve(args: argparse.Namespace) -> None:
         request_queue_size = 512
         daemon_threads = True
 
+        def server_bind(self) -> None:
+            if args.processes > 1:
+                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # the kernel spreads connections over the processes
+            super().server_bind()
+
         def handle_error(self, *words: object) -> None:
             pass  # a client that was killed
 
+    for _ in range(args.processes - 1):
+        if os.fork() == 0:
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with the first process
+            break
     Listener(("127.0.0.1", args.port), Handler).serve_forever()
 
 
@@ -255,7 +250,8 @@ def main() -> None:
     parser.add_argument("--fault", action="append", default=[], metavar="KIND:N")
     parser.add_argument("--slow-s", type=float, default=3.0)
     parser.add_argument("--tok-s", type=float, default=0.0, help="prefill speed; 0: at once")
-    parser.add_argument("--pool", action="store_true", help="reuse written files: the producer costs almost nothing")
+    parser.add_argument("--pool", action="store_true", help="hand out dumps that POST /prepare {rows, count} has made beforehand")
+    parser.add_argument("--processes", type=int, default=1, help="that answer on this port")
     parser.add_argument("--format", default="2", help="of the dumps, as their metadata says it")
     parser.add_argument("--wrong-final", action="store_true", help="the rows of final in reverse order")
     parser.add_argument("--log", default="", help="a line a request")

@@ -29,7 +29,11 @@ def test_plain_against_extraction(fake_run):
 
 
 @pytest.mark.slow
-def test_the_ceiling(fake_run):
+@pytest.mark.parametrize("workers", [1, 3])
+def test_the_ceiling(fake_run, workers):
     run = fake_run()
-    report = bench(run, "--ceiling", "--samples", "8", "--tokens", "50", "50", "--hidden", "256", "--rounds", "1", "--port", str(free_port()), "--dumps", str(run.folder))
-    assert report["ratio"] > 0 and report["store_bytes"] == 8 * (50 * 3 + 33) * 256 * 2
+    words = ["--samples", "8", "--tokens", "50", "50", "--hidden", "256", "--rounds", "1", "--port", str(free_port()), "--dumps", str(run.folder), "--workers", str(workers)]
+    report = bench(run, "--ceiling", *words)
+    assert report["ratio"] > 0 and report["store_bytes"] == 8 * (50 * 3 + 33) * 256 * 2 and report["workers"] == workers
+    assert report["retries"] == 0 and report["client_cpu_ms_a_sample"] > 0 and report["worker_cpu_s_a_gb"] > 0 and report["workers_peak_bytes"] > 0
+    assert not list(run.folder.glob("aerie-ceiling-*"))

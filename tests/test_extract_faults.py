@@ -10,6 +10,7 @@ import signal
 import subprocess
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from aerie.rid import sample_id
 from aerie.samples import Sample
 from aerie.store import Store
 from cpu_tools import free_port
-from extract_tools import fake_run  # noqa: F401  (a fixture)
+from extract_tools import children_named, fake_run  # noqa: F401  (a fixture)
 
 
 def test_requests_that_time_out_and_arrive_late(fake_run):
@@ -354,3 +355,48 @@ def test_kill_9_of_the_client_20_times(fake_run):
 @pytest.mark.slow
 def test_kill_9_of_client_and_server(fake_run):
     killed_run(fake_run(samples=120, extract={"shard_gb": 5e-5}), kills=6, server_too=True, seed=2)
+
+
+def test_a_worker_process_that_is_killed_ends_the_run_with_one_sentence(fake_run):
+    """As when memory is short: whole shards stay, what the dead one had in the making is asked for again; none of the others is left behind."""
+    run = fake_run(samples=80, extract={"shard_gb": 5e-5})
+    run.start_server("--tok-s", "1000")
+    process = subprocess.Popen(run.command(), env=run.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not list(run.store_path.glob("shard-*")) and time.monotonic() < deadline:
+        assert process.poll() is None
+        time.sleep(0.02)
+    workers = children_named(process.pid, "aerie.dump_worker")
+    os.kill(workers[0], signal.SIGKILL)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 2 and "a worker process of the extraction ended (exit code -9" in err and "Traceback" not in err, err
+    assert not any(is_alive(worker) for worker in workers)
+    assert Store.open(run.store_path).verify() == [] and len(Store.open(run.store_path)) > 0
+    run.end_server()
+    run.start_server()
+    code, out, err = run.extract_here()
+    assert code == 0, err
+    run.assert_complete()
+    assert run.report()["workers"] >= 1 and run.report()["workers_peak_bytes"] > 10**7
+
+
+def test_the_worker_processes_end_with_a_client_that_is_killed(fake_run):
+    run = fake_run(samples=80)
+    run.start_server("--tok-s", "500")
+    process = subprocess.Popen(run.command(), env=run.env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not (workers := children_named(process.pid, "aerie.dump_worker")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    assert workers
+    while any(is_alive(worker) for worker in workers):
+        assert time.monotonic() < deadline, "a worker process outlives its client"
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

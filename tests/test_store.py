@@ -17,7 +17,8 @@ from safetensors import safe_open
 
 from aerie.errors import UserError
 from aerie.rid import sample_id
-from aerie.shards import BadShard, Shard, ShardWriter
+from aerie.shard_writer import ShardWriter
+from aerie.shards import BadShard, Shard
 from aerie.store import Store, StoreWriter, StreamingStore, read_done, supervised_rows
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -269,15 +270,14 @@ def test_ten_million_rows_open_by_their_headers_alone(tmp_path):
     spec_fields = fields(4096, "float32")
     writer = StoreWriter(tmp_path, spec_fields)
     for number in range(4):
-        shard = ShardWriter(tmp_path / f"shard-{number:06d}.safetensors", writer.spec, 1 << 60)
-        shard.open({"kind": "aerie-shard", "manifest": json.dumps(writer.manifest)})
+        metadata = {"kind": "aerie-shard", "manifest": json.dumps(writer.manifest)}
+        shard = ShardWriter(tmp_path / f"shard-{number:06d}.safetensors", writer.spec, 1 << 60, metadata, [])
         for place in range(1000):
-            shard.reserve(2500, 0)
-            shard.samples[place] = {
-                "id": f"{number * 1000 + place:016x}", "heldout": False, "input_ids": np.zeros(2500, np.int32), "loss_mask": np.zeros(2500, np.uint8),
-                "final": np.zeros((0, 16384), np.uint8), "final_rows": np.zeros(0, np.int64),
+            shard.count(f"{number * 1000 + place:016x}", 2500, 0)
+            shard.samples.append({
+                "heldout": False, "input_ids": np.zeros(2500, np.int32), "loss_mask": np.zeros(2500, np.uint8), "final_rows": np.zeros(0, np.int64),
                 "aux_sum": 0, "final_sum": 0, "aux_scale": None, "final_scale": None,
-            }  # fmt: skip
+            })  # fmt: skip
         shard.finish()
     writer.abandon()
     tracked = Store.open(tmp_path)

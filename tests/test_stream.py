@@ -17,7 +17,7 @@ import pytest
 from aerie.errors import UserError
 from aerie.identity import tokenizer_hash
 from aerie.vocab import write_vocab_map
-from extract_tools import ROOT, fake_run  # noqa: F401  (a fixture)
+from extract_tools import ROOT, children_named, fake_run  # noqa: F401  (a fixture)
 from fake_dump_server import known_states
 
 
@@ -115,18 +115,6 @@ def test_make_stream_with_the_real_trainer(fake_run):
     assert manifest["complete"] and manifest["done"] == 158
     consumed = (run.store_path / "consumed.log").read_text().split()
     assert len(consumed) == len(set(consumed)) >= 8
-
-
-def children_named(parent: int, name: str) -> list[int]:
-    found = []
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = status.read_text().rpartition(")")[2].split()
-            if int(fields[1]) == parent and name in (status.parent / "cmdline").read_text():
-                found.append(int(status.parent.name))
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-    return found
 
 
 def test_more_epochs_than_the_folder_can_serve_are_refused(fake_run, monkeypatch):

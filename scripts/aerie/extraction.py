@@ -1,7 +1,8 @@
 """Ask the servers for samples, check each dump, move it into the store. Everything that happens to a sample is decided here.
 
-Threads: `max_in_flight` lanes a server send requests; one collector finds the dumps of answered requests (and removes those nobody waits for); workers check
-them and write them into the store. The window is bounded in requests by the lanes and in bytes by the dump budget, which a dump gives back when it is deleted.
+Threads: `max_in_flight` lanes a server send requests; one collector finds the dumps of answered requests (and removes those nobody waits for) and hands them to
+worker processes, which check them and write them into the store (dump_worker.py); a thread waits for each. The window is bounded in requests by the lanes and in bytes by
+the dump budget, which a dump gives back when it is deleted.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
-import torch
+import numpy as np
 
 from .config import Config
+from .dump_pool import DumpWorker, Hands, WorkerDied, default_workers
 from .dumps import DumpError, check_dump, read_dump, read_error, remove_dump
 from .errors import UserError
 from .extract_plan import Job, Plan
@@ -28,8 +29,10 @@ from .generate_client import Client, RequestTimeout, ServerGone, error_text
 from .progress import Progress
 from .rid import new_rid, parse_rid
 from .store import StoreWriter
+from .store_writer import Lane
 
 POLL_S = 0.004  # how often the dump folder is looked at while a dump is due
+LOOK_S = 0.1  # how often disk, trainer and proof are
 DEAD_S = 2.0  # how long a dump may still be due whose server has died since it answered: what was written is there by then
 SWEEP_S = 2.0  # how often late dumps are removed
 DISK_MARGIN = 64 << 20
@@ -64,17 +67,14 @@ class Outcome:
     seconds: float = 0.0
     peak_in_flight: int = 0
     peak_dump_bytes: int = 0
+    workers: int = 0  # processes that were needed
+    workers_peak_bytes: int = 0  # their highest resident sizes together
     stopped: str = ""  # why not everything was asked for
 
 
 def default_budget(folder: Path) -> int:
     """Bytes of dumps in flight when the config says nothing: half of what is free in the dump folder now."""
     return shutil.disk_usage(folder).free // 2
-
-
-def default_workers() -> int:
-    """Threads that check and write: half the cores, 2 to 16. One moves about 1 GB/s."""
-    return max(2, min(16, (os.cpu_count() or 2) // 2))
 
 
 class Extraction:
@@ -97,14 +97,16 @@ class Extraction:
         self.in_flight_bytes = 0
         self.outcome = Outcome()
         self.proof = FinalProof(config.model_path)
-        self.changed = threading.Condition()
-        self.ready: SimpleQueue[tuple[str, Task] | None] = SimpleQueue()
+        lock = threading.RLock()  # of all that the threads share
+        self.changed = threading.Condition(lock)  # the end, or a server that is back
+        self.room = threading.Condition(lock)  # for lanes: a task, and room for it; told to one of them, who tells the next (to tell all costs 1 ms a sample)
+        self.ready = Hands()  # (rid, task); None: the end
         self.fatal: BaseException | None = None
         self.stopping = False
         self.down_since: dict[str, float] = {}
         self.last_down: dict[str, float] = {}  # the same, kept when the server is back
         self.waiting_for_trainer = False
-        self.worker_count = workers or default_workers()
+        self.workers = [DumpWorker(folder, identity, writer.spec, writer.shard_bytes) for _ in range(workers or default_workers())]
         self.progress = Progress(len(plan.jobs), "extracted", already=sum(job.id in writer.done for job in plan.jobs))
 
     # ---- from start to end
@@ -115,14 +117,14 @@ class Extraction:
         start = time.monotonic()
         threads = [threading.Thread(target=self._guard, args=(self._lane, url), daemon=True) for url in self.urls for _ in range(self.options.max_in_flight)]
         collector = threading.Thread(target=self._guard, args=(self._collect,), daemon=True)
-        workers = [threading.Thread(target=self._guard, args=(self._work,), daemon=True) for _ in range(self.worker_count)]
+        workers = [threading.Thread(target=self._guard, args=(self._work, number, worker), daemon=True) for number, worker in enumerate(self.workers)]
         for thread in (*threads, collector, *workers):
             thread.start()
         try:
             while not self._finished():
                 self._look_after()
                 with self.changed:
-                    self.changed.wait(0.5)
+                    self.changed.wait(LOOK_S)
         except KeyboardInterrupt:
             self.outcome.stopped = "interrupted"
         except Exception as exc:  # raised again below, once no thread writes any more
@@ -137,6 +139,7 @@ class Extraction:
         self.outcome.late += self.sweep(set())
         self._end_store()
         self.outcome.seconds = time.monotonic() - start
+        self._end_workers()
         if self.fatal is not None:
             raise self.fatal
         return self.outcome
@@ -148,8 +151,7 @@ class Extraction:
         except BaseException as exc:
             with self.changed:
                 self.fatal = self.fatal or exc
-                self.stopping = True
-                self.changed.notify_all()
+                self._stop()
 
     def _finished(self) -> bool:
         with self.changed:
@@ -158,7 +160,11 @@ class Extraction:
     def _stop(self) -> None:
         with self.changed:
             self.stopping = True
-            self.changed.notify_all()
+            self._wake_all()
+
+    def _wake_all(self) -> None:
+        self.changed.notify_all()
+        self.room.notify_all()
 
     def _end_store(self) -> None:
         """Keep what is whole; after a write error the shards in the making are dropped, and their samples asked for again next time."""
@@ -167,9 +173,22 @@ class Extraction:
             return
         try:
             self.writer.close(complete=self.fatal is None and not self.outcome.stopped and not self.outcome.failed)
-        except OSError as exc:
+        except (OSError, WorkerDied) as exc:
             self.writer.abandon()
             self.fatal = self.fatal or exc
+
+    def start_workers(self) -> None:
+        """Start all worker processes and wait until they are up; without this each starts when it is first needed."""
+        for worker in self.workers:
+            worker.start()
+        for worker in self.workers:
+            worker.call("peak_bytes")
+
+    def _end_workers(self) -> None:
+        for worker in self.workers:
+            worker.stop()
+        peaks = [worker.peak_bytes for worker in self.workers if worker.peak_bytes]
+        self.outcome.workers, self.outcome.workers_peak_bytes = len(peaks), sum(peaks)
 
     def _look_after(self) -> None:
         """The main thread's rounds: disk, trainer, servers, proof."""
@@ -192,7 +211,7 @@ class Extraction:
                 self.writer.roll()  # the trainer can only make room by consuming whole shards
             if self.writer.delete_consumed():
                 with self.changed:
-                    self.changed.notify_all()
+                    self.room.notify_all()
 
     # ---- lanes: one request at a time each
 
@@ -212,10 +231,12 @@ class Extraction:
                     task = self.pending.popleft()
                     self.in_flight_bytes += task.nbytes
                     self.outcome.peak_dump_bytes = max(self.outcome.peak_dump_bytes, self.in_flight_bytes)
+                    self.room.notify()
                     return task
                 if url not in self.down_since:
-                    self.changed.wait(0.5)
+                    self.room.wait(0.5)
                     continue
+                self.room.notify()  # a lane of another server may use what this one was told
             self._wait_for(url)
 
     def _room(self, task: Task) -> bool:
@@ -234,7 +255,7 @@ class Extraction:
             with self.changed:
                 if self.down_since.pop(url, None) is not None:
                     print(f"{url} is back", flush=True)
-                self.changed.notify_all()
+                self._wake_all()
             return
         with self.changed:
             self.changed.wait(1.0)
@@ -289,7 +310,8 @@ class Extraction:
         task = self.live.pop(rid)
         self.answered.pop(rid, None)
         self.in_flight_bytes -= task.nbytes
-        self.changed.notify_all()
+        if self.pending:
+            self.room.notify()
         return task
 
     def _retry(self, rid: str, reason: str) -> None:
@@ -333,17 +355,21 @@ class Extraction:
     def _again(self, task: Task, reason: str, given_up: bool, attempts: int) -> None:
         if not given_up:
             self.pending.append(task)
+            self.room.notify()
             return
         self.outcome.failed[task.job.id] = (reason, attempts)
         self._settle(task.job)
         self.progress.update(0, errors=1)
         if len(self.outcome.failed) > self.options.max_failed:
             self.outcome.stopped = f"{len(self.outcome.failed)} samples failed for good, more than extract.max_failed = {self.options.max_failed}; the last reason: {reason}"
+            self._wake_all()
         print(f"sample {task.job.id} ({task.job.tokens} tokens) failed for good: {reason}", flush=True)
 
     def _settle(self, job: Job) -> None:
         self.unsettled -= 1
         self.heldout_left -= job.heldout
+        if not self.unsettled:
+            self._wake_all()
 
     # ---- dumps
 
@@ -395,35 +421,38 @@ class Extraction:
                 removed += 1
         return removed
 
-    def _work(self) -> None:
-        while (item := self.ready.get()) is not None:
+    def _work(self, number: int, worker: DumpWorker) -> None:
+        lane = self.writer.new_lane(worker.begin)
+        while (item := self.ready.get(number)) is not None:
             if not self.stopping:
-                self._take(*item)
+                self._take(lane, *item)
 
-    def _take(self, rid: str, task: Task) -> None:
-        """Check one dump and move it into the store."""
-        sample = self.plan.sample(task.job)
+    def _take(self, lane: Lane, rid: str, task: Task) -> None:
+        """Have one dump checked and moved into the store."""
+        job, sample = task.job, self.plan.sample(task.job)
+        kept = self.writer.rows_to_keep(sample.loss_mask)
         try:
-            dump = read_dump(self.folder / f"{rid}.safetensors")
-            check_dump(dump, rid, sample.input_ids)
-            found = dump.identity()
-            if differ := [f"{key} {found[key]!r} instead of {self.identity[key]!r}" for key in found if found[key] != self.identity[key]]:
-                raise UserError(f"the server's states changed during the run: {', '.join(differ)}; was it started again with another model or config?")
             if task.prove:
-                try:
-                    self.proof.compare(dump.final_float(), task.answer, found["dtype"])
-                except (KeyError, ValueError, IndexError, TypeError) as exc:
-                    raise DumpError(f"the server's answer has no log-probabilities of the known form ({exc!r})") from None
-            scales = {"aux_scale": torch.stack(dump.aux_scale, 1).numpy(), "final_scale": dump.final_scale.numpy()} if dump.aux_scale else {}
-            self.writer.add(task.job.id, sample.input_ids, sample.loss_mask, dump.aux, dump.final, task.job.heldout, **scales)
+                self._prove(rid, sample.input_ids, task.answer)
+            if not self.writer.put(
+                lane, job.id, job.tokens, len(kept), job.heldout, lambda shard: shard.take(rid, job.id, sample.input_ids, sample.loss_mask, kept)
+            ):
+                remove_dump(self.folder, rid)  # the same sample under another name was first
         except DumpError as exc:
             self._retry(rid, str(exc))
             return
-        del dump
-        remove_dump(self.folder, rid)
         with self.changed:
             self._forget(rid)
-            self._settle(task.job)
+            self._settle(job)
             self.outcome.extracted += 1
-            self.outcome.tokens += task.job.tokens
-            self.progress.update(1, task.job.tokens, task.nbytes, task.answered - task.sent)
+            self.outcome.tokens += job.tokens
+            self.progress.update(1, job.tokens, task.nbytes, task.answered - task.sent)
+
+    def _prove(self, rid: str, input_ids: np.ndarray, answer: dict[str, Any]) -> None:
+        """Compare `final` with the server's own choices. Raises DumpError."""
+        dump = read_dump(self.folder / f"{rid}.safetensors")
+        check_dump(dump, rid, input_ids)
+        try:
+            self.proof.compare(dump.final_float(), answer, dump.file.dtype)
+        except (KeyError, ValueError, IndexError, TypeError) as exc:
+            raise DumpError(f"the server's answer has no log-probabilities of the known form ({exc!r})") from None

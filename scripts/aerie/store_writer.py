@@ -6,6 +6,7 @@ import json
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Callable
 
@@ -13,12 +14,23 @@ import numpy as np
 import torch
 
 from .report import write_json
-from .shards import STATE_NAMES, BadShard, Shard, ShardWriter, Spec, byte_rows, fsync_folder
+from .shard_writer import STATE_NAMES, ShardSize, ShardWriter, Spec, fsync_folder
+from .shards import BadShard, Shard, byte_rows
 from .store_files import FORMAT, append_line, lock_store, read_done, read_manifest, refuse_other_identity, shard_name, shard_paths, supervised_rows, whole_lines
 
 
+class Lane:
+    """One that writes shards, in this process or another, a sample or the end of a shard at a time. Each lane has shards of its own: no two write to one file."""
+
+    def __init__(self, begin: Callable[[Path, dict[str, str], bool], Any]):
+        """begin(path, metadata, held out?) -> a ShardSize that also has finish()."""
+        self.begin = begin
+        self.lock = threading.RLock()
+        self.open: dict[bool, Any] = {}  # held out? -> the shard that grows: held-out samples have shards of their own, which streaming keeps
+
+
 class StoreWriter:
-    """The one writer of a store. add() may be called from several threads; a sample counts once its shard is whole on disk.
+    """The one writer of a store. add() writes here, put() through a lane of one's own; both from any thread. A sample counts once its shard is whole on disk.
 
     Opening an existing store resumes it: temporary files go, headers and sizes of all shards and the checksums of the last two are checked, damaged
     shards are removed (`removed` says which and why) and done.log is repaired. `done` holds every sample that need not be asked for again.
@@ -38,9 +50,10 @@ class StoreWriter:
         self.removed: list[tuple[str, str]] = []
         self.on_shard: Callable[[str, list[str]], None] = lambda name, ids: None  # called after a shard is whole on disk
         self._lock = threading.RLock()
-        self._open: dict[bool, ShardWriter] = {}  # held out? -> the shard that grows: held-out samples have shards of their own, which streaming keeps
-        self._unfinished: set[ShardWriter] = set()
-        self._arenas: list[np.ndarray] = []  # of finished shards
+        self._unfinished: set[ShardSize] = set()
+        arenas: list[np.ndarray] = []
+        self._own = Lane(lambda path, metadata, heldout: ShardWriter(path, self.spec, self.shard_bytes, metadata, arenas))
+        self.lanes = [self._own]
         self._finishing = threading.Lock()
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock_file = lock_store(self.path)
@@ -52,7 +65,7 @@ class StoreWriter:
 
     def _resume(self, fields: dict[str, Any]) -> None:
         for leftover in self.path.glob(".*.tmp"):  # a shard, manifest or report that a killed run was writing
-            leftover.unlink()
+            leftover.unlink(missing_ok=True)  # or a worker of a killed run is just giving it its name: then it counts
         shards = self._good_shards()
         manifest = read_manifest(self.path)
         if manifest is None and shards:
@@ -130,8 +143,7 @@ class StoreWriter:
     ) -> bool:  # fmt: skip
         """Add one sample: input_ids, loss_mask [T]; aux [T, A*H], or the A tensors [T, H]; final [T, H], of which the needed rows are kept.
 
-        fp8: aux_scale [T, A], final_scale [T] float32. Returns False when the sample is there already. An OSError (full disk) leaves the store whole,
-        without the shards that were being written; then only abandon() may follow.
+        fp8: aux_scale [T, A], final_scale [T] float32. For what it returns and raises, see put().
         """
         ids, mask = np.asarray(input_ids, np.int32), np.asarray(loss_mask, np.uint8)
         planes = [byte_rows(plane) for plane in ([aux] if isinstance(aux, torch.Tensor) else aux)]
@@ -141,68 +153,101 @@ class StoreWriter:
         final_plane = byte_rows(final)
         if sum(plane.shape[1] for plane in planes) != self.spec.aux_bytes or final_plane.shape[1] != self.spec.final_bytes:
             raise ValueError(f"sample {id}: rows of {sum(p.shape[1] for p in planes)} and {final_plane.shape[1]} bytes do not fit {self.spec}")
+        scales = None
         if self.spec.dtype == "fp8":
-            aux_scale, final_scale = np.asarray(aux_scale, np.float32), np.asarray(final_scale, np.float32)[kept]
+            aux_scale, final_scale = np.asarray(aux_scale, np.float32), np.asarray(final_scale, np.float32)
             if aux_scale.shape != (len(ids), self.spec.layers):
                 raise ValueError(f"sample {id}: aux_scale {aux_scale.shape}, not {(len(ids), self.spec.layers)}")
-        full: ShardWriter | None = None
+            scales = aux_scale, final_scale
+        return self.put(
+            self._own, id, len(ids), len(kept), heldout,
+            lambda shard: shard.write(id, heldout, ids, mask, planes, final_plane, kept, scales),
+        )  # fmt: skip
+
+    def new_lane(self, begin: Callable[[Path, dict[str, str], bool], Any]) -> Lane:
+        """One more lane (see Lane)."""
+        lane = Lane(begin)
         with self._lock:
-            if id in self.done:
-                return False
-            shard = self._open.get(heldout)
-            if shard is not None and (not shard.fits(len(ids), len(kept)) or 0 < self.shard_seconds < time.monotonic() - shard.begun):
-                full = self._take_open(heldout)
-            shard = self._open.setdefault(heldout, self._open.get(heldout) or self._begin())
-            self.done[id] = (shard.path.name, len(ids))
-            slot = shard.reserve(len(ids), len(kept))
-        if full is not None:
-            self._finish(full)
-        shard.write(slot, id, heldout, ids, mask, planes, final_plane, kept, False, aux_scale, final_scale)
-        with self._lock:
-            shard.pending -= 1
-            ended = shard.pending == 0 and shard is not self._open.get(heldout) and shard in self._unfinished
-        if ended:
-            self._finish(shard)
+            self.lanes.append(lane)
+        return lane
+
+    def put(self, lane: Lane, id: str, rows: int, final_rows: int, heldout: bool, write: Callable[[Any], None]) -> bool:
+        """Have write(shard) put one sample into the lane's shard, after a full or old one was ended. What it raises leaves the sample out, and the shard as it was.
+
+        Returns False when the sample is there already. An OSError (full disk) leaves the store whole, without the shards in the making; then only abandon() may follow.
+        """
+        with lane.lock:
+            with self._lock:
+                if id in self.done:
+                    return False
+                self.done[id] = ("", rows)
+            try:
+                shard = lane.open.get(heldout)
+                if shard is not None and (not shard.fits(rows, final_rows) or self._is_old(shard)):
+                    self._finish(lane, heldout)
+                    shard = None
+                write(shard or self._begin(lane, heldout))
+            except BaseException:
+                with self._lock:
+                    del self.done[id]
+                raise
+            with self._lock:
+                self.done[id] = (lane.open[heldout].path.name, rows)
         return True
 
-    def _begin(self) -> ShardWriter:
-        shard = ShardWriter(self.path / shard_name(self._next), self.spec, self.shard_bytes, self._arenas.pop() if self._arenas else None)
-        self._next += 1
-        identity = {key: value for key, value in self.manifest.items() if key not in ("samples", "rows", "bytes", "shards", "done", "complete")}
-        shard.open({"kind": "aerie-shard", "manifest": json.dumps(identity)})
-        self._unfinished.add(shard)
-        return shard
+    def _is_old(self, shard: ShardSize) -> bool:
+        return 0 < self.shard_seconds < time.monotonic() - shard.begun
 
-    def _take_open(self, heldout: bool) -> ShardWriter | None:
-        """Close the open shard for new samples; returns it when nobody writes to it any more (the last writer finishes it otherwise)."""
-        shard = self._open.pop(heldout, None)
-        return shard if shard is not None and shard.pending == 0 else None
+    def _begin(self, lane: Lane, heldout: bool) -> Any:
+        with self._lock:
+            path = self.path / shard_name(self._next)
+            self._next += 1
+        identity = {key: value for key, value in self.manifest.items() if key not in ("samples", "rows", "bytes", "shards", "done", "complete")}
+        shard = lane.begin(path, {"kind": "aerie-shard", "manifest": json.dumps(identity)}, heldout)
+        with self._lock:
+            self._unfinished.add(shard)
+        lane.open[heldout] = shard
+        return shard
 
     def roll(self, only_old: bool = False) -> None:
         """End the current shards now; with only_old those that have reached shard_seconds."""
-        with self._lock:
-            old = [heldout for heldout, shard in self._open.items() if not only_old or 0 < self.shard_seconds < time.monotonic() - shard.begun]
-        self._roll(old)
+        self._roll(lambda heldout, shard: not only_old or self._is_old(shard))
 
     def roll_heldout(self) -> None:
-        """End the shard of held-out samples now."""
-        self._roll([True])
+        """End the shards of held-out samples now."""
+        self._roll(lambda heldout, shard: heldout)
 
-    def _roll(self, kinds: list[bool]) -> None:
-        with self._lock:
-            shards = [self._take_open(heldout) for heldout in kinds]
-        for shard in shards:
-            if shard is not None:
-                self._finish(shard)
+    def _roll(self, chosen: Callable[[bool, ShardSize], bool]) -> None:
+        """The lanes end theirs side by side; the first error is raised when all are through."""
 
-    def _finish(self, shard: ShardWriter) -> None:
-        shard.finish()
-        with self._finishing:  # done.log and manifest, one shard at a time
-            ids = [sample["id"] for sample in shard.samples]
-            append_line(self.path / "done.log", "".join(f"{sample['id']} {shard.path.name} {len(sample['input_ids'])}\n" for sample in shard.samples))
+        def end(lane: Lane) -> None:
+            with lane.lock:
+                for heldout in [heldout for heldout, shard in lane.open.items() if chosen(heldout, shard)]:
+                    self._finish(lane, heldout)
+
+        lanes = [lane for lane in list(self.lanes) if any(chosen(heldout, shard) for heldout, shard in list(lane.open.items()))]
+        if len(lanes) <= 1:
+            for lane in lanes:
+                end(lane)
+            return
+        with ThreadPoolExecutor(len(lanes)) as threads:
+            for ended in [threads.submit(end, lane) for lane in lanes]:
+                ended.result()
+
+    def _finish(self, lane: Lane, heldout: bool) -> None:
+        """End a lane's shard. Durable first: the shard is whole under its name before done.log names its samples."""
+        shard = lane.open.pop(heldout)
+        if not shard.lengths:  # its only sample was refused
+            shard.discard()
             with self._lock:
                 self._unfinished.discard(shard)
-                self._arenas.append(shard.arena)
+            return
+        shard.finish()
+        ids = [sample for sample, _ in shard.lengths]
+        with self._finishing:  # done.log and manifest, one shard at a time
+            append_line(self.path / "done.log", "".join(f"{sample} {shard.path.name} {rows}\n" for sample, rows in shard.lengths))
+            with self._lock:
+                self._unfinished.discard(shard)
                 self._counts[shard.path.name] = (len(ids), shard.rows, shard.path.stat().st_size)
                 self._write_manifest(complete=False)
         self.on_shard(shard.path.name, ids)
@@ -238,7 +283,8 @@ class StoreWriter:
             for shard in self._unfinished:
                 shard.discard()
             self._unfinished.clear()
-            self._open.clear()
+            for lane in self.lanes:
+                lane.open.clear()
         self._lock_file.close()
 
     def __enter__(self) -> StoreWriter:

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Extraction on a real GPU, in one go (under four minutes): what it keeps of the server's prefill rate, and the client's own ceiling.
+"""Extraction on a real GPU, in one go (under four minutes): the client's own ceiling, and what extraction keeps of the server's prefill rate.
 
-Writes OUT/extract_gpu.json, prints a JSON line a part and a summary. To reach: `ratio` 0.85 of part extract, 0.6 of the ceilings.
+Writes OUT/extract_gpu.json, prints a JSON line a part and a summary. To reach: `ratio` 0.85 of part extract, 0.6 of the ceilings at H 7168. ceiling_all_cores: with as many
+workers as there are cores. ceiling_small: chats of 230 tokens at H 576, 64 in flight; there samples_s and client_cpu_ms_a_sample (of the main process) count.
 
 usage: tests/gpu/extract_gpu.py OUT [--model FOLDER] [--parts extract ...]     (default: random weights in SmolLM2-135M's shape; speed does not depend on them)
 Run by hand on a GPU machine whose Python has SGLang and the capture patch (scripts/00_apply_patch.sh). Each part goes on when another fails.
@@ -25,7 +26,7 @@ sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests"), str(ROOT / "tests" /
 
 from aerie.config import load_config  # noqa: E402
 from aerie.servers import end_group, has_gpu, stop_servers  # noqa: E402
-from aerie.tiny import make_tiny  # noqa: E402
+from aerie.tiny import tiny_tokenizer  # noqa: E402
 from cpu_tools import free_port, write_config  # noqa: E402
 from gpu_parts import Parts  # noqa: E402
 
@@ -33,6 +34,7 @@ SHAPE = {
     "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536, "vocab_size": 49152,
     "max_position_embeddings": 8192, "tie_word_embeddings": True, "rope_theta": 100000.0,
 }  # fmt: skip
+TINY = {"hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 512}
 # A server without FlashAttention's binaries; no decode graphs: extraction asks for one token
 ARGS = {
     "attention-backend": "triton", "sampling-backend": "pytorch", "grammar-backend": "none", "mem-fraction-static": 0.6, "max-total-tokens": 400000,
@@ -42,13 +44,13 @@ BUDGET_MB = 2048  # 32 requests of at most 4,000 tokens are 0.6 GB: no dump may 
 
 
 def make_model(folder: Path) -> Path:
-    if not has_gpu():
-        return make_tiny("llama", folder)
+    """Random weights in SmolLM2-135M's shape, or a tiny one without a GPU; with a tokenizer, which every server's start looks for."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SHAPE, dtype="bfloat16")).to(torch.bfloat16).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(**(SHAPE if has_gpu() else SHAPE | TINY), dtype="bfloat16")).to(torch.bfloat16).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
     return folder
 
 
@@ -73,7 +75,7 @@ def bench(out: Path, name: str, command: list[str], seconds: float) -> dict[str,
 
 
 def main() -> None:
-    names = ["extract", "ceiling_tmpfs", "ceiling_disk"]
+    names = ["ceiling_tmpfs", "ceiling_all_cores", "ceiling_disk", "ceiling_small", "extract"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", type=Path, default=None)
@@ -97,11 +99,18 @@ def main() -> None:
         config = write_config(out / "extract.toml", model, [1, 14, 26] if gpu else [1, 2, 4], **options)
         script = [sys.executable, str(ROOT / "scripts" / "bench_extract.py"), "--config", str(config), "--run", "gpu"]
         samples = ["--samples", str(args.samples), "--tokens", *(("300", "4000") if gpu else ("20", "60"))]
-        ceiling = [*script, "--ceiling", "--dumps", str(work), "--samples", "120" if gpu else "8", "--tokens", "600", "600", "--port", str(free_port())]
+        count = min(600, int(shutil.disk_usage(work).free * 0.6 / 66e6)) if gpu else 8  # a dump of 34 MB and its 32 MB in the store lie there together
+        ceiling = [*script, "--ceiling", "--dumps", str(work), "--port", str(free_port())]
+        wide = [*ceiling, "--tokens", "600", "600", "--samples"]
         commands = {
+            "ceiling_tmpfs": [*wide, str(count), "--rounds", "2", "--store", str(work)],
+            "ceiling_all_cores": [*wide, str(count), "--rounds", "1", "--store", str(work), "--workers", str(os.cpu_count())],
+            "ceiling_disk": [*wide, str(max(8, count // 2)), "--rounds", "1", "--store", str(out)],
+            "ceiling_small": [
+                *ceiling, "--tokens", "230", "230", "--hidden", "576", "--samples", "6000" if gpu else "80", "--rounds", "1", "--store", str(work),
+                "--set", "extract.max_in_flight=64",
+            ],
             "extract": [*script, *samples, "--rounds", "3", "--store", str(work)],
-            "ceiling_tmpfs": [*ceiling, "--rounds", "2", "--store", str(work)],
-            "ceiling_disk": [*ceiling, "--rounds", "1", "--store", str(out)],
         }  # fmt: skip
         for name in args.parts:
             parts(name, lambda name=name: bench(out, name, commands[name], 200 if name == "extract" else 60))
@@ -111,7 +120,8 @@ def main() -> None:
             (out / f"server-{log.name}").write_bytes(log.read_bytes()[-300_000:])
         shutil.rmtree(work, ignore_errors=True)
         shutil.rmtree(out / "runs", ignore_errors=True)
-        parts.summary(("ratio", "retries", "plain_tok_s_median", "extract_tok_s_median", "client_bytes_s_median", "write_bytes_s_median"))
+        keys = ("ratio", "retries", "plain_tok_s_median", "extract_tok_s_median", "client_bytes_s_median", "write_bytes_s_median", "samples_s", "samples", "workers")
+        parts.summary((*keys, "client_cpu_ms_a_sample", "worker_cpu_s_a_gb", "workers_peak_bytes"))
 
 
 if __name__ == "__main__":
