@@ -184,7 +184,8 @@ def bench_ceiling(config: Config, args: argparse.Namespace, store: Path) -> dict
     identity = {"aux_layer_ids": [1, 2, 4], "capture_points": [2, 3, 5], "hidden_size": args.hidden, "dtype": "bfloat16", "logits": {}}
     size = sum(job.tokens * 3 + job.final_rows for job in plan.jobs) * args.hidden * 2
     dumps = len(samples) * tokens * (4 * args.hidden * 2 + 4)
-    for place, needed in ((folder, dumps + (size if folder.stat().st_dev == store.stat().st_dev else 0)), (store, size)):
+    room = size + (dumps if folder.stat().st_dev == store.stat().st_dev else 0)
+    for place, needed in ((folder, dumps), (store, room)):
         if (free := shutil.disk_usage(place).free) < needed:
             raise UserError(f"{place.parent} has {free / 1e9:.1f} GB free and {needed / 1e9:.1f} GB are needed; fewer --samples, or another --dumps or --store")
     workers = args.workers or default_workers()
@@ -196,13 +197,13 @@ def bench_ceiling(config: Config, args: argparse.Namespace, store: Path) -> dict
             now = plan if turn >= 0 else warm
             client.request("POST", "/prepare", {"rows": tokens, "count": len(now.made)})
             shutil.rmtree(store / "store", ignore_errors=True)
-            if turn >= 0:
-                rates.append(write_rate(store, size, workers, int(config.extract.shard_gb * 2**30)))
+            rate = write_rate(store, size if turn >= 0 else room, workers, int(config.extract.shard_gb * 2**30))
             before = os.times()
             seconds, outcome = extract_once(config, now, [client.url], folder, store / "store", identity, workers)
             after = os.times()
             if turn < 0:
-                continue  # the first is for everybody to wake up
+                continue  # the first is for everybody to wake up, and for a virtual machine to get all the memory that is used below
+            rates.append(rate)
             cpu.append((sum(after[:2]) - sum(before[:2]), sum(after[2:4]) - sum(before[2:4])))  # this process, and the workers that have ended
             client_rates.append(size / seconds)
             peaks.append(outcome.workers_peak_bytes)

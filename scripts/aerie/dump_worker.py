@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from .dump_file import DumpError, Look, check_request, open_dump, remove_dump
-from .shard_writer import FileRows, ShardWriter, Spec
+from .shard_writer import FileRows, ShardWriter, Spec, arena_bytes
 
 
 class OtherStates(Exception):
@@ -57,6 +57,10 @@ class Worker:
         finally:
             os.close(fd)
         remove_dump(self.folder, rid)
+
+    def touch(self) -> None:
+        """Have the memory of a shard's `final` rows ready, for measurements that are shorter than a shard's life: it is used again from shard to shard."""
+        self.arenas.append(np.full(arena_bytes(self.spec, self.shard_bytes), 1, np.uint8))
 
     def finish(self, heldout: bool) -> None:
         """Make the shard whole on disk, under its name."""

@@ -178,11 +178,11 @@ class Extraction:
             self.fatal = self.fatal or exc
 
     def start_workers(self) -> None:
-        """Start all worker processes and wait until they are up; without this each starts when it is first needed."""
+        """Start all worker processes with their memory and wait until they are up, for measurements; without this each starts when it is first needed."""
         for worker in self.workers:
             worker.start()
         for worker in self.workers:
-            worker.call("peak_bytes")
+            worker.call("touch")
 
     def _end_workers(self) -> None:
         for worker in self.workers:

@@ -119,6 +119,11 @@ def chunked_rows(planes: Sequence[Rows]) -> Iterator[tuple[int, np.ndarray, np.n
         yield first, chunk, row_hashes(chunk.view(np.uint64))
 
 
+def arena_bytes(spec: Spec, shard_bytes: int) -> int:
+    """Room for the `final` rows of a shard in which every row is kept; untouched pages cost nothing."""
+    return shard_bytes // (spec.layers + 1) if shard_bytes < 1 << 40 else 0
+
+
 class ShardSize:
     """How full a shard is that is being written; the same numbers in the process that writes it and in the one that plans it."""
 
@@ -160,8 +165,7 @@ class ShardWriter(ShardSize):
         super().__init__(path, spec, shard_bytes)
         self.temporary = temporary or self.temporary
         self.arenas, self.metadata = arenas, metadata
-        # room for the `final` rows of a shard in which every row is kept; untouched pages cost nothing
-        self.arena = arenas.pop() if arenas else np.empty(shard_bytes // (spec.layers + 1) if shard_bytes < 1 << 40 else 0, np.uint8)
+        self.arena = arenas.pop() if arenas else np.empty(arena_bytes(spec, shard_bytes), np.uint8)
         self.samples: list[dict[str, Any]] = []
         self.header_bytes = -(-(len(json.dumps(metadata)) + 17 * self.max_samples + 3072) // 4096) * 4096
         self._started = self.header_bytes  # up to here the disk has begun to write

@@ -8,14 +8,19 @@ import sys
 import time
 from pathlib import Path
 
+from .shard_writer import WRITEBACK_BYTES, start_writeback
+
+SCRIPTS = Path(__file__).resolve().parents[1]
 BLOCK = 1 << 20
 
 
 def write_rate(folder: Path, nbytes: int, processes: int, file_bytes: int) -> float:
-    """Bytes a second of `processes` processes that write `nbytes` together into files of `file_bytes`, 1 MiB a call from a block in the cache, fsync at each file's end."""
+    """Bytes a second of `processes` processes that write `nbytes` together into files of `file_bytes` as the client does: the disk begins early, fsync at
+    each file's end. 1 MiB a call, from a block in the cache."""
     each = max(1, nbytes // processes // BLOCK) * BLOCK
-    command = [sys.executable, str(Path(__file__).resolve()), str(folder), str(each), str(file_bytes)]
-    writers = [subprocess.Popen([*command, str(number)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) for number in range(processes)]
+    command = [sys.executable, "-m", "aerie.write_rate", str(folder), str(each), str(file_bytes)]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(SCRIPTS), os.environ.get("PYTHONPATH")])), "OPENBLAS_NUM_THREADS": "1"}
+    writers = [subprocess.Popen([*command, str(number)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env) for number in range(processes)]
     try:
         for writer in writers:
             writer.stdout.readline()
@@ -47,6 +52,8 @@ def main() -> None:
         with open(folder / f"rate.{number}.{files}", "wb", buffering=0) as file:
             while done < nbytes and file.tell() < file_bytes:
                 done += file.write(block)
+                if file.tell() % WRITEBACK_BYTES == 0:
+                    start_writeback(file.fileno(), file.tell() - WRITEBACK_BYTES, WRITEBACK_BYTES)
             os.fsync(file.fileno())
         files += 1
     print("done", flush=True)
