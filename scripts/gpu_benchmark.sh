@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The numbers of one GPU: 12,000 chats that SmolLM2 answers, states, drafter, served as a chain and as a tree, benchmark. About 10 minutes on an H200.
+# The numbers of one GPU: 10,000 chats that SmolLM2 answers, states, drafter, served as a chain and as a tree, benchmark. About 13 minutes on an H200.
 # gpu_benchmark.sh OUT [--set KEY=VALUE]...   Reports, pages and logs go to OUT; a table comes last. Python: PY, else the active venv's, else .venv's.
 # STAGE=train ends after the drafter, STAGE=measure goes on from there. OPS=1 adds the chain served with our drafter ops and with SGLang's own, at 1, 8 and 32 requests
 # (about 3 minutes more, nvcc on the PATH). A part that fails is named at the end and the rest goes on. Everything runs under runs/gpu-bench and is done again each time.

@@ -61,7 +61,7 @@ class FakeServer:
 
 
 def test_capture_parts_run_in_order_with_one_server_ahead(tmp_path: Path, gpu_parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: the rates of a part are measured while no other server starts; a failing part harms no later one; nothing is left running."""
+    """As on a GPU: two servers start at first, rates are measured while none does; a failing part harms no later one; nothing is left running."""
     module, events = load("capture_gpu"), []
     keys = [("one", "capture"), ("two", "fp8"), ("one", "plain")]
     monkeypatch.setattr(module, "DEVICE", "cuda")
@@ -87,7 +87,7 @@ def test_capture_parts_run_in_order_with_one_server_ahead(tmp_path: Path, gpu_pa
     monkeypatch.setattr(run, "check", lambda key: events.append(f"states {'-'.join(key)}") or {"right": True})
     run.all()
     assert events == [
-        "start one-capture", "ready one-capture", "cost one-capture", "start two-fp8", "load one-capture", "states one-capture", "stop one-capture",
+        "start one-capture", "start two-fp8", "ready one-capture", "ready two-fp8", "cost one-capture", "load one-capture", "states one-capture", "stop one-capture",
         "ready two-fp8", "cost two-fp8", "start one-plain", "load two-fp8", "states two-fp8", "stop two-fp8", "ready one-plain", "stop one-plain",
     ]  # fmt: skip
     assert "no number" in parts.results["two-fp8 cost"]["failed"]

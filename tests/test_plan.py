@@ -152,7 +152,7 @@ def test_samples_before_there_is_data(tmp_path, monkeypatch):
     monkeypatch.setenv("AERIE_RUNS_DIR", str(tmp_path))
     demo = planning.read_amounts(load_config("smollm2-135m"))
     assert (demo.samples, demo.tokens) == (280, 280 * 115) and "data.limit 240 + data.heldout 40" in demo.source
-    assert planning.read_amounts(load_config("smollm2-gpu")).samples == 12000 + 128
+    assert planning.read_amounts(load_config("smollm2-gpu")).samples == 10000 + 128
 
     lines, array, missing = tmp_path / "a.jsonl", tmp_path / "b.json", tmp_path / "none.jsonl"
     lines.write_text('{"prompt": "one"}\n\n{"prompt": "two"}\n')

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The whole way on a target of Kimi's widths, in one go (about five minutes on one GPU of 141 GB): `make data extract train check serve bench` as a user calls them.
+"""The whole way on a target of Kimi's widths, in one go (about eight minutes on one GPU of 141 GB): `make data extract train check serve bench` as a user calls them.
 
 The target has random weights: DeepSeek-V3's architecture, hidden size 7168 and the other widths of Kimi-K2, but 8 layers, fewer experts and the vocabulary of the
 tokenizer (SmolLM2's, in the folder that scripts/prepare_target.py makes). Its text is noise, so the accept length says nothing; that every part fits together at these sizes does.
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--tokenizer", type=Path, help="a model's folder; its tokenizer's ids must lie below 49,152")
     parser.add_argument("--work", type=Path, default=Path("/tmp/kimi_shape"), help="runs; the model goes to /dev/shm where that has room")
-    parser.add_argument("--seconds", type=float, default=330.0, help="no part begins after that (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=560.0, help="no part begins after that (default: %(default)s)")
     args = parser.parse_args()
     out, work = args.out.absolute(), args.work.absolute()
     begin(out, work / "runs")
