@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import shutil
 import signal
 import statistics
@@ -159,6 +160,12 @@ def bench_server(config: Config, args: argparse.Namespace, store: Path) -> dict[
     }  # fmt: skip
 
 
+def cpu_seconds() -> tuple[float, float]:
+    """Processor time of this process, and of its children that have ended."""
+    own, ended = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return own.ru_utime + own.ru_stime, ended.ru_utime + ended.ru_stime
+
+
 def start_stand_in(args: argparse.Namespace, folder: Path) -> tuple[subprocess.Popen, Client]:
     """The stand-in server, once it answers."""
     processes = max(1, min(6, (os.cpu_count() or 1) // 3))
@@ -198,13 +205,13 @@ def bench_ceiling(config: Config, args: argparse.Namespace, store: Path) -> dict
             client.request("POST", "/prepare", {"rows": tokens, "count": len(now.made)})
             shutil.rmtree(store / "store", ignore_errors=True)
             rate = write_rate(store, size if turn >= 0 else room, workers, int(config.extract.shard_gb * 2**30))
-            before = os.times()
+            before = cpu_seconds()
             seconds, outcome = extract_once(config, now, [client.url], folder, store / "store", identity, workers)
-            after = os.times()
+            after = cpu_seconds()
             if turn < 0:
                 continue  # the first is for everybody to wake up, and for a virtual machine to get all the memory that is used below
             rates.append(rate)
-            cpu.append((sum(after[:2]) - sum(before[:2]), sum(after[2:4]) - sum(before[2:4])))  # this process, and the workers that have ended
+            cpu.append((after[0] - before[0], after[1] - before[1]))
             client_rates.append(size / seconds)
             peaks.append(outcome.workers_peak_bytes)
             print(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -98,7 +99,8 @@ def test_make_stream_with_the_real_trainer(fake_run):
     process = subprocess.Popen(command, env=run.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     largest, killed = 0, False
     while process.poll() is None:
-        largest = max(largest, sum(file.stat().st_size for file in run.store_path.glob("shard-*") if file.exists()))
+        with contextlib.suppress(FileNotFoundError):  # the trainer has just done with it
+            largest = max(largest, sum(file.stat().st_size for file in run.store_path.glob("shard-*")))
         if not killed and (run.store_path / "consumed.log").exists():
             for trainer in children_named(process.pid, "03_train.py"):
                 os.kill(trainer, signal.SIGKILL)

@@ -38,7 +38,7 @@ class Dump(NamedTuple):
     final: torch.Tensor  # [T, H], after the final norm
     aux_scale: list[torch.Tensor]  # one [T] float32 a capture point for fp8 rows, else empty
     final_scale: torch.Tensor | None  # [T] float32 for fp8 rows
-    file: DumpFile
+    file: DumpFile | None = None  # where it comes from
 
     @property
     def nbytes(self) -> int:
