@@ -75,7 +75,7 @@ def bench(out: Path, name: str, command: list[str], seconds: float) -> dict[str,
 
 
 def main() -> None:
-    names = ["ceiling_tmpfs", "ceiling_all_cores", "ceiling_disk", "ceiling_small", "extract"]
+    names = ["ceiling_tmpfs", "ceiling_disk", "ceiling_small", "extract", "ceiling_all_cores"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", type=Path, default=None)
@@ -99,7 +99,7 @@ def main() -> None:
         config = write_config(out / "extract.toml", model, [1, 14, 26] if gpu else [1, 2, 4], **options)
         script = [sys.executable, str(ROOT / "scripts" / "bench_extract.py"), "--config", str(config), "--run", "gpu"]
         samples = ["--samples", str(args.samples), "--tokens", *(("300", "4000") if gpu else ("20", "60"))]
-        count = min(600, int(shutil.disk_usage(work).free * 0.6 / 66e6)) if gpu else 8  # a dump of 34 MB and its 32 MB in the store lie there together
+        count = min(400, int(shutil.disk_usage(work).free * 0.6 / 66e6)) if gpu else 8  # a dump of 34 MB and its 32 MB in the store lie there together
         ceiling = [*script, "--ceiling", "--dumps", str(work), "--port", str(free_port())]
         wide = [*ceiling, "--tokens", "600", "600", "--samples"]
         commands = {
@@ -113,7 +113,7 @@ def main() -> None:
             "extract": [*script, *samples, "--rounds", "3", "--store", str(work)],
         }  # fmt: skip
         for name in args.parts:
-            parts(name, lambda name=name: bench(out, name, commands[name], 200 if name == "extract" else 60))
+            parts(name, lambda name=name: bench(out, name, commands[name], 200 if name == "extract" else 80))
     finally:
         stop_servers(load_config(str(out / "extract.toml"), "gpu"))  # nothing to stop unless the benchmark was ended
         for log in (out / "runs" / "gpu" / "logs").glob("*.log"):
