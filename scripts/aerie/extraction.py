@@ -383,7 +383,9 @@ class Extraction:
                 due = list(self.answered.items())
                 if not due:
                     self.changed.wait(POLL_S)
+            begin = time.monotonic()
             present = set(os.listdir(self.folder)) if due else set()  # one call, however many are due
+            spent = time.monotonic() - begin  # long where ten thousand small dumps lie
             for rid, task in due:
                 if f"{rid}.safetensors" in present:
                     with self.changed:
@@ -396,7 +398,7 @@ class Extraction:
                 elif time.monotonic() - task.answered > self.options.request_timeout_s:
                     self._retry(rid, f"answered, but no dump in {self.folder} after {self.options.request_timeout_s:g} s (is capture on, and is this the server's folder?)")
             if due:
-                time.sleep(POLL_S)
+                time.sleep(max(POLL_S, min(0.1, 4 * spent)))
             if time.monotonic() > next_sweep:
                 next_sweep = time.monotonic() + SWEEP_S
                 self._look_for_the_dead({task.url for _, task in due if time.monotonic() - task.answered > DEAD_S})
