@@ -22,6 +22,7 @@ import os
 import pickle
 import queue
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -50,6 +51,10 @@ FP8_ROWS = 2048  # quantised in one go
 BLOCK_BYTES = 1 << 20  # summed, and written while it is in the core's cache
 ALIGN = 256  # bytes; every tensor in the ring starts at a multiple
 IDLE_S = 0.02  # how often finished copies are looked for while no forward does it
+READY_S = 60.0  # a server that starts waits so long for its writing process
+RETRY_S = 30.0  # the longest pause before a writing process that could not start is tried again
+DRAIN_S = 10.0  # a writing process whose server ended begins no further rows after so long
+MAX_FAILING = 10_000  # dumps that failed and whose `.error` is not written yet; past that they are only counted
 
 
 class HiddenStateDumpError(RuntimeError):
@@ -390,24 +395,35 @@ class Writer:
     """The server's end of writing: what is on its way through the ring, and the process that makes files of it.
 
     put() and pump() wait for nothing, so the forward thread may call them. What the process answers (blocks that are free again, counts, dumps that failed) is
-    read there too; a thread looks every IDLE_S seconds while no forward does. When the process ends, what it had begun fails with its reason and another one starts.
+    read there too; a thread, the courier, looks every IDLE_S seconds while no forward does. When the process ends, what it had begun fails with its reason and
+    another one starts, at most one a second; while they cannot even start, after pauses that grow to RETRY_S. Raises HiddenStateDumpError when the first one cannot start.
     """
 
     def __init__(self, settings: Settings, metadata: dict[str, str], ring: Ring, counters: Counters, process: bool = True):
         self.settings, self.metadata, self.ring, self.counters = settings, metadata, ring, counters
         self.fields: list[Field] = []  # set by the first batch, the same ever after
         self.waiting: deque[Job] = deque()  # their copies may still run
+        self.ready: deque[Job] = deque()  # copied, but not handed over
         self.sent: dict[int, list] = {}  # job's number -> its block, until it is written
         self.begun: dict[int, Dump] = {}  # by key: the process has rows of these
+        self.failing: dict[int, tuple[Dump, str]] = {}  # by key: failed, and the process has not answered that it wrote so
         self.serial = 0
-        self.lock = threading.Lock()  # who talks to the process; the forward thread passes by when it is taken
+        self.lock = threading.Lock()  # who talks to the process; the forward thread passes by when it is taken; never held while a file is touched
         self.wake, self.over = threading.Event(), False
         self.link: socket.socket | None = None
         self.unsent, self.received = bytearray(), bytearray()
+        self.own_process = process
         self.process: subprocess.Popen | None = None
+        self.told, self.heard = False, False  # the process was told the fields; it has said something
+        self.buried = False  # it ended, and that was logged
+        self.futile, self.next_start = 0, 0.0  # processes in a row that never said a word; no other one is started before
         self.files: FileWriter | None = None  # without a process, for tests: it runs in a thread here
         self.thread: threading.Thread | None = None
-        self._start(process)
+        try:
+            self._start()
+            self._await_ready()
+        except (OSError, TypeError, ValueError, subprocess.SubprocessError) as exc:
+            raise HiddenStateDumpError(f"the process that writes the dumps cannot be started with the Python {sys.executable!r}: {exc}") from exc
         threading.Thread(target=self._idle, name="hidden-state-courier", daemon=True).start()
 
     def put(self, job: Job) -> None:
@@ -417,7 +433,14 @@ class Writer:
         self.wake.set()
 
     def fail(self, dump: Dump, reason: str) -> None:
-        """Drop a dump and say why in `<rid>.error` (an empty reason: without one), after what was queued before. Never raises."""
+        """Drop a dump and say why in `<rid>.error` (an empty reason: without one). Never raises.
+
+        While the process stands still these pile up. Past MAX_FAILING, one that the process has no rows of is counted and gets no file: its client's wait ends by time.
+        """
+        if not dump.pieces and len(self.failing) + len(self.waiting) >= MAX_FAILING:
+            dump.dead = True
+            self.counters.add(errors=1)
+            return
         self.put(Job(failed=dump, reason=reason))
 
     def pump(self, wait: bool = False) -> None:
@@ -425,12 +448,12 @@ class Writer:
         if not self.lock.acquire(blocking=wait):
             return
         try:
+            self._collect()
             if self.link is not None:
                 self._send()
                 self._receive()
         except (OSError, EOFError):
-            self.link.close()
-            self.link = None  # the courier starts another process
+            self._hang_up()
         except Exception:
             logger.exception("hidden-state dump: writer")
         finally:
@@ -439,7 +462,7 @@ class Writer:
     def close(self) -> None:
         """Write what is queued, end the process (for tests; a server's ends with it)."""
         deadline = time.monotonic() + 20
-        while (self.waiting or self.unsent or self.sent) and time.monotonic() < deadline:
+        while (self.waiting or self.ready or self.unsent or self.sent) and time.monotonic() < deadline:
             self.pump(wait=True)
             time.sleep(0.002)
         self.over = True
@@ -453,28 +476,42 @@ class Writer:
         self.pump(wait=True)
         self.ring.close()
 
-    def _start(self, process: bool) -> None:
+    def _start(self) -> None:
+        self.next_start = time.monotonic() + min(RETRY_S, 2.0 ** min(self.futile, 10))
+        self.futile += 1
         mine, theirs = socket.socketpair()
-        if process:
+        if self.own_process:
             handles = (theirs.fileno(), self.ring.file)
-            command = [sys.executable, "-P", os.path.abspath(__file__), *map(str, handles)]
+            command = [sys.executable, "-P", os.path.abspath(__file__), *map(str, (*handles, os.getpid()))]
             single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-            self.process = subprocess.Popen(command, pass_fds=handles, stdin=subprocess.DEVNULL, env=os.environ | single)
-            theirs.close()
+            with theirs:
+                self.process = subprocess.Popen(command, pass_fds=handles, stdin=subprocess.DEVNULL, env=os.environ | single)
         else:
             self.files = FileWriter(self.settings, self.metadata, self.ring.memory.numpy(), theirs)
             self.thread = threading.Thread(target=self.files.run, name="hidden-state-files", daemon=True)
             self.thread.start()
         mine.setblocking(False)
-        self.unsent[:] = frame(("start", tuple(self.settings), self.metadata))
-        self.received.clear()
-        if self.fields:
-            self.unsent += frame(("fields", [tuple(item) for item in self.fields]))
-        self.told = bool(self.fields)
-        self.link = mine
+        with self.lock:
+            self.unsent[:] = frame(("start", tuple(self.settings), self.metadata))
+            self.received.clear()
+            self.told = self.heard = self.buried = False
+            self.link = mine
 
-    def _send(self) -> None:
-        while self.waiting and len(self.unsent) < 1 << 20:
+    def _await_ready(self) -> None:
+        """At the server's start alone: until the process says something, or else OSError."""
+        deadline = time.monotonic() + READY_S
+        while self.link is not None and not self.heard:
+            self.pump(wait=True)
+            time.sleep(0.005)
+            if time.monotonic() > deadline:
+                self.process.kill()
+                raise OSError(f"it said nothing for {READY_S:.0f} s")
+        if self.link is None:
+            raise OSError(f"it ended at once (exit code {self.process.wait(5)}); what it said stands above")
+
+    def _collect(self) -> None:
+        """Let go of what is copied."""
+        while self.waiting:
             job = self.waiting[0]
             if job.event is not None:
                 if not job.event.query():
@@ -483,20 +520,28 @@ class Writer:
                         self.counters.add(waits=1)
                     break
                 self.counters.add(copy_s=job.started.elapsed_time(job.event) / 1e3)
+                job.held = ()  # GPU memory, which must not wait for the process
             self.waiting.popleft()
-            self._hand_over(job)
+            if job.failed is not None:
+                if job.failed.dead:
+                    continue  # a reason stands there already
+                job.failed.dead = True
+                self.begun.pop(job.failed.key, None)
+                self.failing[job.failed.key] = (job.failed, job.reason)
+            self.ready.append(job)
+
+    def _send(self) -> None:
+        while self.ready and len(self.unsent) < 1 << 18:  # more is not pickled in one go
+            self._hand_over(self.ready.popleft())
         if self.unsent:
             try:
                 del self.unsent[: self.link.send(self.unsent)]
             except BlockingIOError:
-                pass  # the process is behind; the ring bounds by how much
+                pass  # the process is behind; the ring and MAX_FAILING bound by how much
 
     def _hand_over(self, job: Job) -> None:
         if job.failed is not None:
-            if not job.failed.dead:  # else a reason stands there already
-                job.failed.dead = True
-                self.begun.pop(job.failed.key, None)
-                self.unsent += frame(("fail", job.failed.key, job.failed.rid, job.reason, job.failed.next_row))
+            self.unsent += frame(("fail", job.failed.key, job.failed.rid, job.reason, job.failed.next_row))
             return
         if not self.told:
             self.unsent += frame(("fields", [tuple(item) for item in self.fields]))
@@ -512,66 +557,99 @@ class Writer:
         self.unsent += frame(("job", self.serial, job.block[0], job.rows, pieces))
 
     def _receive(self) -> None:
-        while True:
-            try:
-                data = self.link.recv(1 << 16)
-            except BlockingIOError:
-                break
-            if not data:
-                raise EOFError
-            self.received += data
+        try:
+            while data := self.link.recv(1 << 16):
+                self.received += data
+            raise EOFError
+        except BlockingIOError:
+            pass
+        finally:  # what it said before it ended counts too
+            self._heed()
+
+    def _heed(self) -> None:
         for number, counts, done, failed in frames(self.received):
+            self.heard, self.futile = True, 0
             if number is not None:
                 self.ring.give_back(self.sent.pop(number))
             self.counters.add(**counts)
             for key in done:
                 self.begun.pop(key, None)
             for key in failed:
+                self.failing.pop(key, None)
                 dump = self.begun.pop(key, None)
                 if dump is not None:
                     dump.dead = True
 
+    def _hang_up(self) -> None:
+        """The process is gone (with the lock): hear its last words; the courier sees to the rest."""
+        try:
+            self._receive()
+        except (OSError, EOFError):
+            pass
+        self.link.close()
+        self.link = None
+
     def _idle(self) -> None:
+        """The courier's life."""
         while True:
             self.wake.wait(1.0)  # a process that ended while nothing was written is noticed too
             time.sleep(IDLE_S)
             if self.over:
                 return
             try:
-                if self.link is None:
-                    self._restart()
-                self.pump(wait=True)
-            except Exception:
-                logger.exception("hidden-state dump: courier")
-                time.sleep(1.0)
-            if not (self.waiting or self.unsent or self.sent) and self.link is not None:
                 self.wake.clear()
-                if self.waiting:
+                ended = self.process is not None and self.process.poll() is not None
+                self.pump(wait=True)
+                if ended:
+                    with self.lock:
+                        if self.link is not None:  # a process that something forked off while this one started keeps its end of the link open
+                            self._hang_up()
+                if self.link is None:
+                    self._bury()
+                    if time.monotonic() >= self.next_start:
+                        self._start()
+                if self.waiting or self.ready or self.unsent or self.sent:
                     self.wake.set()
+            except Exception as exc:
+                logger.error("hidden-state dump: the process that writes the dumps cannot be started again: %r", exc, exc_info=not isinstance(exc, (OSError, subprocess.SubprocessError)))
+                time.sleep(1.0)
 
-    def _restart(self) -> None:
-        """The process is gone: what it had rows of fails, its blocks are free, another one takes over."""
+    def _bury(self) -> None:
+        """The process is gone: what it had rows of fails, its blocks are free, failures that it was told of are written here."""
+        code = None
+        if self.process is not None:
+            try:
+                code = self.process.wait(1)
+            except subprocess.TimeoutExpired:  # it hung up but lives, and reads blocks that are to be free
+                self.process.kill()
+                code = self.process.wait(10)
+        reason = f"the process that writes the dumps ended (exit code {code})"
         with self.lock:
-            code = self.process.wait(5) if self.process is not None else None
-            reason = f"the process that writes the dumps ended (exit code {code})"
-            logger.error("hidden-state dump: %s; %d dumps are lost, another one starts", reason, len(self.begun))
+            lost = [(dump, reason) for dump in self.begun.values()]
             for dump in self.begun.values():
                 dump.dead = True
-                if not os.path.exists(os.path.join(self.settings.dir, f"{dump.rid}.safetensors")):
-                    self.counters.add(errors=1)
-                    try:
-                        write_error(self.settings.dir, dump.rid, reason, dump.next_row)
-                    except OSError as exc:
-                        logger.error("hidden-state dump: %s: no .error could be written: %s", dump.rid, exc)
+            failed = [*lost, *self.failing.values()]
             self.begun.clear()
+            self.failing.clear()
+            self.ready = deque(job for job in self.ready if job.failed is None)
             for block in self.sent.values():
                 self.ring.give_back(block)
             self.sent.clear()
+        if not self.buried:
+            logger.error("hidden-state dump: %s; %d dumps are lost, another one starts", reason, len(lost))
             try:
                 open_folder(self.settings.dir)  # removes its half-written files
             except OSError as exc:
                 logger.error("hidden-state dump: %s: %s", self.settings.dir, exc)
-            self._start(self.process is not None)
+            self.buried = True
+        for dump, why in failed:
+            if not why or why is reason and os.path.exists(os.path.join(self.settings.dir, f"{dump.rid}.safetensors")):
+                continue  # or it was finished, and the process ended before it could say so
+            self.counters.add(errors=1)
+            try:
+                write_error(self.settings.dir, dump.rid, why, dump.next_row)
+            except OSError as exc:
+                logger.error("hidden-state dump: %s: no .error could be written: %s", dump.rid, exc)
 
 
 # ---- the process that writes ------------------------------------------------------------------------------------------------------------------
@@ -612,8 +690,10 @@ class OpenFile:
 class FileWriter:
     """Threads that turn the rows of a ring into files, told over `link` what lies where."""
 
-    def __init__(self, settings: Settings, metadata: dict[str, str], memory: np.ndarray, link: socket.socket):
+    def __init__(self, settings: Settings, metadata: dict[str, str], memory: np.ndarray, link: socket.socket, server: int = 0):
         self.settings, self.metadata, self.memory, self.link = settings, metadata, memory, link
+        self.server = server  # process id of the server, whose child this is; 0: the same process
+        self.until = float("inf")  # no rows are written after this time
         self.fields: list[Field] = []
         self.jobs: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()
         self.open: dict[int, OpenFile] = {}
@@ -622,28 +702,40 @@ class FileWriter:
         self.serial = 0
 
     def run(self) -> None:
-        """Read messages until the server's end is closed, write what is queued, leave nothing half-written."""
-        threads = [threading.Thread(target=self._work, name=f"hidden-state-writer-{index}") for index in range(self.settings.writers)]
-        for thread in threads:
-            thread.start()
+        """Read messages until the server's end is closed, write what is queued (but no longer than DRAIN_S), leave nothing half-written."""
+        threads: list[threading.Thread] = []
         received = bytearray()
-        while data := self._read():
-            received += data
-            for message in frames(received):
-                if message[0] == "fields":
-                    self.fields = [Field(*item) for item in message[1]]
-                elif message[0] != "start":
-                    self.jobs.put(message)
-        for _ in threads:
-            self.jobs.put(None)
-        for thread in threads:
-            thread.join()
-        for one in list(self.open.values()):
-            self._drop(one)
-        self.link.close()
+        try:
+            for index in range(self.settings.writers):
+                thread = threading.Thread(target=self._work, name=f"hidden-state-writer-{index}")
+                thread.start()
+                threads.append(thread)
+            self._answer(None, {}, [], [])  # ready
+            while data := self._read():
+                received += data
+                for message in frames(received):
+                    if message[0] == "fields":
+                        self.fields = [Field(*item) for item in message[1]]
+                    elif message[0] != "start":
+                        self.jobs.put(message)
+        finally:
+            self.until = time.monotonic() + DRAIN_S
+            for _ in threads:
+                self.jobs.put(None)
+            for thread in threads:
+                thread.join()
+            for one in list(self.open.values()):
+                self._drop(one)
+            self.link.close()
 
     def _read(self) -> bytes:
+        """What the server says; nothing once it is gone, even if a process that it forked off keeps its end of the link open."""
+        poller = select.poll()
+        poller.register(self.link, select.POLLIN)
         try:
+            while not poller.poll(1000):
+                if self.server and os.getppid() != self.server:
+                    return b""
             return self.link.recv(1 << 20)
         except OSError:
             return b""
@@ -670,7 +762,7 @@ class FileWriter:
             columns, _ = layout(self.fields, rows)
             for key, rid, tokens, first, count, row, total in pieces:
                 one = self._file_of(key, rid, tokens)
-                if one is None:
+                if one is None or time.monotonic() > self.until:
                     continue
                 try:
                     with one.lock:
@@ -786,12 +878,17 @@ class FileWriter:
 def write_error(folder: str, rid: str, reason: str, rows: int) -> None:
     """`<rid>.error` by rename. Raises OSError."""
     temporary = os.path.join(folder, f".{rid}.error.{os.getpid()}.tmp")
-    with open(temporary, "w", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
-        json.dump({"rid": rid, "reason": reason, "rows": rows}, file)
-    os.rename(temporary, os.path.join(folder, f"{rid}.error"))
+    try:
+        with open(temporary, "w", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+            json.dump({"rid": rid, "reason": reason, "rows": rows}, file)
+        os.rename(temporary, os.path.join(folder, f"{rid}.error"))
+    except OSError:
+        if os.path.exists(temporary):  # a full disk has room for a name, though not for its content
+            os.unlink(temporary)
+        raise
 
 
-def write_files(link_handle: int, ring_handle: int) -> None:
+def write_files(link_handle: int, ring_handle: int, server: int) -> None:
     """The whole life of the process: it ends when the server does."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # a server that is told to end still writes what it has; its end of the link then closes
@@ -804,7 +901,7 @@ def write_files(link_handle: int, ring_handle: int) -> None:
         received += data
     _, settings, metadata = begun[0]
     memory = np.frombuffer(mmap.mmap(ring_handle, 0, access=mmap.ACCESS_READ), dtype=np.uint8)
-    FileWriter(Settings(*settings), metadata, memory, link).run()
+    FileWriter(Settings(*settings), metadata, memory, link, server).run()
 
 
 def write_all(file: int, data: memoryview, at: int) -> None:
@@ -912,7 +1009,10 @@ class Capture:
             block = self.writer.ring.take(size)
         if block is None:
             self.writer.counters.add(dropped=len(kept))
-            self.give_up([piece.rid for _, piece in kept], f"no room for {size} bytes in the budget of {self.writer.ring.size} bytes: the files are not written fast enough; send fewer requests at a time")
+            slow = "the files are not written fast enough; send fewer requests at a time"
+            small = f"one batch is larger than that; raise {PREFIX}BUDGET_MB or lower the server's --chunked-prefill-size"
+            reason = f"no room for {size} bytes in the budget of {self.writer.ring.size} bytes: {small if size > self.writer.ring.size else slow}"
+            self.give_up([piece.rid for _, piece in kept], reason)
             return
         job, row = Job(block=block, rows=rows), 0
         for dump, piece in kept:
@@ -1029,8 +1129,8 @@ class Capture:
             stale = [dump for dump in self.pending.values() if now - dump.touched > self.settings.stale_s]
             for dump in stale:
                 del self.pending[dump.rid]
-            for rid in [rid for rid, since in self.refused.items() if now - since > max(self.settings.stale_s, 600.0)]:
-                del self.refused[rid]
+            while self.refused and now - self.refused[oldest := next(iter(self.refused))] > max(self.settings.stale_s, 600.0):  # all of them would take long under the lock
+                del self.refused[oldest]
         for dump in stale:
             self.writer.fail(dump, f"no new rows for {self.settings.stale_s:.0f} s after {dump.next_row} of {dump.tokens}: the request was aborted")
 
@@ -1098,6 +1198,7 @@ def describe(model_runner: Any, settings: Settings, switch: LayerSwitch) -> dict
 def watch(capture: Capture, writer: Writer) -> None:
     """Every second: free abandoned requests, keep `capture.<pid>.json` in the folder fresh; once a minute log the counters."""
     path = os.path.join(writer.settings.dir, f"capture.{os.getpid()}.json")
+    temporary = os.path.join(writer.settings.dir, f".aerie.capture.{os.getpid()}.tmp")  # a name that open_folder() knows
     last_log, last_values = time.monotonic(), None
     while True:
         try:
@@ -1106,9 +1207,9 @@ def watch(capture: Capture, writer: Writer) -> None:
             if writer.counters.values != last_values:
                 last_values = dict(writer.counters.values)
                 info = {**writer.metadata, "pid": os.getpid(), "budget_bytes": writer.ring.size, "counters": last_values}
-                with open(path + ".tmp", "w", encoding="utf-8") as file:
+                with open(temporary, "w", encoding="utf-8") as file:
                     json.dump(info, file)
-                os.rename(path + ".tmp", path)
+                os.rename(temporary, path)
             if now - last_log >= writer.settings.log_s:
                 logger.info("hidden-state dump: %s", writer.counters.line())
                 last_log = now
@@ -1121,4 +1222,4 @@ def watch(capture: Capture, writer: Writer) -> None:
 
 
 if __name__ == "__main__":
-    write_files(*map(int, sys.argv[1:3]))
+    write_files(*map(int, sys.argv[1:4]))

@@ -289,6 +289,13 @@ def test_a_full_budget_drops_the_dump_and_never_waits(rig: Callable[..., Rig], m
     check(one, rid, [1] * 4000)
 
 
+def test_a_batch_that_can_never_fit_says_what_to_change(rig: Callable[..., Rig]) -> None:
+    one = rig()
+    rid = name(9000)  # 1.2 MB; the budget is 1 MB
+    one.run((rid, [1] * 9000, 0))
+    assert "raise SGLANG_HS_DUMP_BUDGET_MB or lower the server's --chunked-prefill-size" in error_of(one, rid)
+
+
 def until(true: Callable[[], Any], timeout: float = 20.0) -> None:
     """Wait for something; a failure after `timeout` seconds."""
     deadline = time.monotonic() + timeout
@@ -309,12 +316,13 @@ def wait_error(one: Rig, rid: str) -> str:
     raise AssertionError(f"neither a dump nor an error of {rid}")
 
 
-def test_a_folder_that_goes_away_and_comes_back(rig: Callable[..., Rig]) -> None:
-    one = rig()
+@pytest.mark.parametrize("process", [False, True])
+def test_a_folder_that_goes_away_and_comes_back(rig: Callable[..., Rig], process: bool) -> None:
+    one = rig(process=process)
     shutil.rmtree(one.folder)
     one.run((name(3), [1, 2, 3], 0))
-    time.sleep(0.2)
-    assert one.counters.values["errors"] == 1 and not one.folder.exists()
+    until(lambda: one.counters.values["errors"] == 1)
+    assert not one.folder.exists()
     one.folder.mkdir()
     rid = name(3)
     one.run((rid, [1, 2, 3], 0))
@@ -336,10 +344,11 @@ def test_a_full_disk_is_named_and_leaves_nothing_half_written(rig: Callable[...,
     assert [path.name for path in one.folder.iterdir()] == [f"{rid}.error"]
 
 
-def test_a_folder_on_a_full_file_system_of_its_own(rig: Callable[..., Rig], tmp_path: Path, mount_tmpfs: Callable[[Path, str], Path]) -> None:
+@pytest.mark.parametrize("process", [False, True])
+def test_a_folder_on_a_full_file_system_of_its_own(rig: Callable[..., Rig], tmp_path: Path, mount_tmpfs: Callable[[Path, str], Path], process: bool) -> None:
     """A real one: the dump that does not fit is dropped, with its reason where that fits; the server goes on, and once there is room so do dumps."""
     mount_tmpfs(tmp_path / "dumps", "768k")
-    one = rig(budget_mb=4)
+    one = rig(budget_mb=4, process=process)
     assert one.folder.stat().st_dev != tmp_path.stat().st_dev
     first, second, third, fourth = (name(4000) for _ in range(4))  # 528 KB each
     one.run((first, [1] * 4000, 0))
@@ -352,14 +361,19 @@ def test_a_folder_on_a_full_file_system_of_its_own(rig: Callable[..., Rig], tmp_
             pass
         raise OSError  # the last write was a short one
     one.run((third, [3] * 4000, 0))  # not even the reason fits now
-    deadline = time.monotonic() + 10
-    while one.counters.values["errors"] < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert one.counters.values["errors"] == 2 and not dumps.dump_path(one.folder, third).exists()
+    until(lambda: one.counters.values["errors"] == 2)
+    assert not dumps.dump_path(one.folder, third).exists() and not list(one.folder.glob(".*"))
     ballast.unlink()
     dumps.remove_dump(one.folder, first)
     one.run((fourth, [4] * 4000, 0))
     check(one, fourth, [4] * 4000)
+    dumps.remove_dump(one.folder, fourth)
+    subprocess.run(["mount", "-o", "remount,ro", str(one.folder)], check=True)
+    one.run((name(2), [1, 2], 0))
+    until(lambda: one.counters.values["errors"] == 3)
+    subprocess.run(["mount", "-o", "remount,rw", str(one.folder)], check=True)
+    one.run((first, [5] * 4000, 0))
+    check(one, first, [5] * 4000)
 
 
 def test_what_dead_servers_left_half_written_is_removed(tmp_path: Path) -> None:
@@ -488,6 +502,194 @@ def test_the_process_ends_with_the_server_and_leaves_nothing_half_written(tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_process_that_something_else_still_talks_for_is_missed_all_the_same(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that the server forks off holds copies of its sockets: the end of the line is then not seen at the line."""
+    kept, pair = [], hook.socket.socketpair
+
+    def socketpair() -> Any:
+        kept.append(pair())
+        kept.append(kept[-1][1].dup())
+        return kept[-2]
+
+    monkeypatch.setattr(hook.socket, "socketpair", socketpair)
+    one = rig(process=True)
+    monkeypatch.undo()
+    rid = name(6)
+    one.run((rid, [1, 2, 3], 0))
+    until(lambda: one.counters.values["write_s"] > 0)
+    one.writer.process.kill()
+    assert "ended (exit code -9)" in wait_error(one, rid)
+    again = name(2)
+    one.run((again, [1, 2], 0))
+    check(one, again, [1, 2])
+    kept[1].close()
+
+
+def test_the_process_notices_the_end_of_a_server_that_forked(tmp_path: Path) -> None:
+    code = (
+        f"import os, sys, time; sys.path[:0] = {[str(ROOT / 'tests'), str(ROOT / 'scripts')]!r}\n"
+        "from pathlib import Path; from capture_fakes import Rig\n"
+        f"one = Rig(Path({str(tmp_path)!r}), process=True)\n"
+        f"one.run(({name(9)!r}, [1, 2, 3], 0))\n"
+        "child = os.fork()\n"
+        "if child: print(one.writer.process.pid, child, flush=True)\n"
+        "time.sleep(600)"
+    )
+    server = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    child = 0
+    try:
+        writer, child = map(int, server.stdout.readline().split())
+        until(lambda: [path.suffix for path in tmp_path.iterdir()] == [".tmp"])
+        server.kill()
+        server.wait()
+        until(lambda: not Path(f"/proc/{writer}").exists() or "zombie" in Path(f"/proc/{writer}/status").read_text())
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        server.kill()
+        server.wait()
+        if child:
+            os.kill(child, signal.SIGKILL)
+
+
+def pause(one: Rig) -> subprocess.Popen:
+    """The writing process, standing still."""
+    os.kill(one.writer.process.pid, signal.SIGSTOP)
+    until(lambda: "(stopped)" in Path(f"/proc/{one.writer.process.pid}/status").read_text())
+    return one.writer.process
+
+
+def settled(one: Rig) -> bool:
+    """Nothing is on its way, every block is back."""
+    writer = one.writer
+    return writer.link is not None and not (writer.waiting or writer.ready or writer.unsent or writer.sent or writer.failing or writer.begun or writer.ring._blocks)
+
+
+def test_a_process_that_stands_still_for_long_costs_dumps_but_no_memory_and_no_waiting(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    one = rig(process=True)
+    monkeypatch.setattr(hook, "MAX_FAILING", 300)
+    process, sent = pause(one), []
+    for _ in range(100):
+        batch = [(name(50), [3] * 50, 0) for _ in range(20)]
+        one.run(*batch)
+        sent += [rid for rid, _, _ in batch]
+    writer = one.writer
+    assert len(writer.waiting) + len(writer.ready) + len(writer.failing) < 1000 and len(writer.unsent) < 1 << 19
+    assert not one.capture.pending and not [path for path in one.folder.iterdir() if path.suffix != ".tmp"]
+    process.send_signal(signal.SIGCONT)
+    until(lambda: settled(one))
+    ends = {rid: "dump" if dumps.dump_path(one.folder, rid).exists() else "error" if dumps.read_error(one.folder, rid) else "none" for rid in sent}
+    assert sum(end == "error" for end in ends.values()) >= 300 and one.counters.values["errors"] == sum(end != "dump" for end in ends.values())
+    for rid in [rid for rid, end in ends.items() if end == "dump"] or pytest.fail("no dump at all"):
+        check(one, rid, [3] * 50)
+    assert writer.process is process
+    again = name(4)
+    one.run((again, [1, 2, 3, 4], 0))
+    check(one, again, [1, 2, 3, 4])
+
+
+def test_killed_while_it_stands_still_the_reasons_that_it_never_read_are_written(rig: Callable[..., Rig]) -> None:
+    one = rig(process=True)
+    process = pause(one)
+    batches = [[(name(900), [5] * 900, 0) for _ in range(2)] for _ in range(8)]
+    for batch in batches:
+        one.run(*batch)
+    process.kill()
+    reasons = [wait_error(one, rid) for batch in batches for rid, _, _ in batch]
+    assert {reason.split(" (")[0].split(" for ")[0] for reason in reasons} == {"the process that writes the dumps ended", "no room"}
+    until(lambda: settled(one))
+    assert one.counters.values["errors"] == len(reasons) and not Path(f"/proc/{process.pid}").exists()  # no zombie
+
+
+def test_what_the_process_said_before_it_was_killed_counts(rig: Callable[..., Rig]) -> None:
+    one = rig(process=True)
+    writer, process, rid = one.writer, pause(one), name(3)
+    one.run((rid, [1, 2, 3], 0))
+    until(lambda: writer.sent and not writer.unsent)
+    with writer.lock:  # nobody listens
+        process.send_signal(signal.SIGCONT)
+        until(lambda: hook.select.select([writer.link], [], [], 0)[0])
+        process.kill()
+        process.wait()
+        check(one, rid, [1, 2, 3])
+        dumps.remove_dump(one.folder, rid)  # the client was quick
+    until(lambda: writer.process is not process and settled(one))
+    assert one.counters.values["dumps"] == 1 and one.counters.values["errors"] == 0 and not list(one.folder.iterdir())
+
+
+def test_killed_again_and_again_under_load(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request ends as a whole dump or an error with its reason, every block of the ring comes back, nothing half-written stays."""
+    monkeypatch.setattr(hook, "RETRY_S", 0.05)
+    one, generator, sent, kills = rig(process=True, writers=4), np.random.default_rng(3), {}, 0
+    next_kill, killed = time.monotonic(), None
+    while kills < 20:
+        process = one.writer.process
+        if not one.writer.heard and kills % 4:
+            next_kill = time.monotonic() + generator.random() * 0.2  # most are killed at work, some while they start
+        elif time.monotonic() > next_kill and process is not killed:
+            if kills % 3 == 0:
+                process.send_signal(signal.SIGSTOP)
+            process.kill()
+            kills, killed = kills + 1, process
+        batch = [(name(length), [int(generator.integers(100))] * length) for length in generator.choice([1, 2, 50, 300], 4).tolist()]
+        sent.update(batch)
+        one.run(*((rid, ids[:100], 0) for rid, ids in batch))
+        if later := [(rid, ids[100:], 100) for rid, ids in batch if len(ids) > 100]:
+            one.run(*later)
+        time.sleep(generator.random() * 0.02)
+    until(lambda: settled(one), 60)
+    whole = [rid for rid in sent if not wait_error(one, rid)]
+    for rid in whole:
+        check(one, rid, sent[rid])
+    assert one.counters.values["errors"] == len(sent) - len(whole) and whole
+    assert {path.suffix for path in one.folder.iterdir()} <= {".error", ".safetensors"} and not one.capture.pending
+
+
+def test_a_process_that_cannot_be_started(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    for python, words in (("/no/such/python", "No such file"), (None, "expected str"), (shutil.which("false"), r"it ended at once \(exit code 1\)")):
+        monkeypatch.setattr(sys, "executable", python)
+        with pytest.raises(hook.HiddenStateDumpError, match=f"the process that writes the dumps cannot be started.*{words}"):
+            rig(process=True)
+    monkeypatch.undo()
+    one = rig(process=True)
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    rid = name(6)
+    one.run((rid, [1, 2, 3], 0))
+    one.writer.process.kill()
+    assert "ended (exit code -9)" in wait_error(one, rid)
+    until(lambda: "cannot be started again: FileNotFoundError" in caplog.text)
+    event = type("Event", (), {"query": lambda _: True, "elapsed_time": lambda *_: 1.0})()
+    job = hook.Job(block=one.writer.ring.take(256), rows=1, event=event, started=event, held=(torch.ones(1),))
+    one.writer.put(job)
+    until(lambda: not job.held)  # the memory on the GPU is let go though nobody writes
+    stored, dropped = name(3), [name(3900) for _ in range(4)]
+    one.run((stored, [7, 8, 9], 0))
+    for each in dropped:
+        one.run((each, [1] * 3900, 0))
+    assert "no room" in wait_error(one, dropped[-1])  # written by the server
+    monkeypatch.undo()
+    check(one, stored, [7, 8, 9])
+    until(lambda: settled(one))
+
+
+def test_a_process_whose_server_ended_does_not_write_on_for_long(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    one, gate, began = rig(writers=1), threading.Event(), threading.Event()
+    put = one.writer.files._put
+    monkeypatch.setattr(hook, "DRAIN_S", 0.0)
+    monkeypatch.setattr(one.writer.files, "_put", lambda *args: (began.set(), gate.wait(20), put(*args)))
+    first, second = name(2), name(2)
+    one.run((first, [1, 2], 0))
+    one.run((second, [3, 4], 0))
+    until(lambda: began.is_set() and not one.writer.unsent)
+    one.writer.over = True
+    one.writer.link.shutdown(hook.socket.SHUT_WR)
+    until(lambda: one.writer.files.until < float("inf"))
+    time.sleep(0.01)
+    gate.set()
+    one.writer.thread.join(20)
+    check(one, first, [1, 2])
+    assert [path.name for path in one.folder.iterdir()] == [f"{first}.safetensors"]
+
+
 # ---- the ring ----
 
 
@@ -601,7 +803,7 @@ def test_the_proof_tells_right_layers_from_wrong_ones() -> None:
     states = [torch.randn(50, 24, generator=generator) for _ in range(3)]
 
     def dump(aux: list[torch.Tensor]) -> dumps.Dump:
-        return dumps.Dump(Path("x"), {}, torch.arange(50), aux, states[0], [], None)
+        return dumps.Dump(Path("x"), {}, torch.arange(50), aux, states[0], [], None, None)
 
     wanted = [torch.cat(states, dim=-1)]
     exact = prove.compare([dump(states)], wanted, [1, 2, 3], "float32")
