@@ -51,7 +51,7 @@ FP8_ROWS = 2048  # quantised in one go
 BLOCK_BYTES = 1 << 20  # summed, and written while it is in the core's cache
 ALIGN = 256  # bytes; every tensor in the ring starts at a multiple
 IDLE_S = 0.02  # how often finished copies are looked for while no forward does it
-READY_S = 60.0  # a server that starts waits so long for its writing process
+READY_S = 120.0  # a server that starts waits so long for its writing process
 RETRY_S = 30.0  # the longest pause before a writing process that could not start is tried again
 DRAIN_S = 10.0  # a writing process whose server ended begins no further rows after so long
 MAX_FAILING = 10_000  # dumps that failed and whose `.error` is not written yet; past that they are only counted
@@ -439,7 +439,7 @@ class Writer:
         """
         if not dump.pieces and len(self.failing) + len(self.waiting) >= MAX_FAILING:
             dump.dead = True
-            self.counters.add(errors=1)
+            self.counters.add(errors=1 if reason else 0)
             return
         self.put(Job(failed=dump, reason=reason))
 
@@ -586,6 +586,8 @@ class Writer:
             self._receive()
         except (OSError, EOFError):
             pass
+        except Exception:
+            logger.exception("hidden-state dump: writer")
         self.link.close()
         self.link = None
 
