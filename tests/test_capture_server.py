@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -230,6 +232,34 @@ def test_a_dump_folder_that_goes_away_harms_nobody_and_may_come_back(client: Cli
     assert_same_states(client.capture(prompts[2]), alone[2])
     assert not dumps.dump_path(client.folder, rid).exists()
     dumps.remove_dump(client.folder, rid)
+
+
+def writing_process(server: Server) -> int:
+    """The id of the process that writes the server's dumps."""
+    found = [path.parent for path in Path("/proc").glob("[0-9]*/cmdline") if b"hidden_state_dump.py" in path.read_bytes() and os.getpgid(int(path.parent.name)) == server.record["pid"]]
+    assert len(found) == 1
+    return int(found[0].name)
+
+
+def test_the_server_answers_while_the_process_that_writes_stands_still_and_after_it_was_killed(client: Client, prompts: list[list[int]], alone: list[dumps.Dump]) -> None:
+    writer = writing_process(client.server)
+    os.kill(writer, signal.SIGSTOP)
+    rids = [client.rid(ids) for ids in prompts]
+    for rid, ids in zip(rids, prompts):
+        assert client.post(rid, ids, max_new_tokens=4).status_code == 200
+    assert not [rid for rid in rids if dumps.dump_path(client.folder, rid).exists()]
+    os.kill(writer, signal.SIGCONT)
+    for rid, ids, wanted in zip(rids, prompts, alone):
+        assert_same_states(client.dump(rid, ids), wanted)
+    os.kill(writer, signal.SIGSTOP)
+    rid = client.rid(prompts[3])
+    assert client.post(rid, prompts[3]).status_code == 200
+    os.kill(writer, signal.SIGKILL)
+    assert "ended (exit code -9)" in wait_for(lambda: dumps.read_error(client.folder, rid), 60)
+    dumps.remove_dump(client.folder, rid)
+    assert_same_states(client.capture(prompts[3]), alone[3])
+    assert writing_process(client.server) != writer and not Path(f"/proc/{writer}").exists()  # no zombie
+    assert not list(client.folder.glob(".aerie.*"))
 
 
 def test_the_server_says_what_it_captures_and_counts(client: Client) -> None:
