@@ -895,13 +895,12 @@ def write_files(link_handle: int, ring_handle: int, server: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # a server that is told to end still writes what it has; its end of the link then closes
     logging.basicConfig(level=logging.INFO, format="[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
-    link, received = socket.socket(fileno=link_handle), bytearray()
-    while not (begun := frames(received)):
-        data = link.recv(1)  # the first message alone, the others are FileWriter's
-        if not data:
-            return
-        received += data
-    _, settings, metadata = begun[0]
+    link = socket.socket(fileno=link_handle)
+    length = int.from_bytes(link.recv(4, socket.MSG_WAITALL), "little")  # the first message alone, the others are FileWriter's
+    data = link.recv(length, socket.MSG_WAITALL) if length else b""
+    if not length or len(data) < length:
+        return  # the server is gone
+    _, settings, metadata = pickle.loads(data)
     memory = np.frombuffer(mmap.mmap(ring_handle, 0, access=mmap.ACCESS_READ), dtype=np.uint8)
     FileWriter(Settings(*settings), metadata, memory, link, server).run()
 

@@ -29,10 +29,10 @@ import aerie  # noqa: F401  first: it finds the Python that has the packages
 import numpy as np
 
 from aerie.config import Config, add_config_arguments, config_from_args
+from aerie.dump_pool import default_workers
 from aerie.dumps import capture_info, check_dump, dump_path, read_dump, remove_dump, wait_dump
 from aerie.errors import UserError, run_main
 from aerie.extract_plan import Job, Plan, order
-from aerie.dump_pool import default_workers
 from aerie.extraction import Extraction
 from aerie.generate_client import Client
 from aerie.identity import read_model_config, text_config

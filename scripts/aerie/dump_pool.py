@@ -19,6 +19,7 @@ import numpy as np
 
 from .dump_file import DumpError
 from .errors import UserError
+from .paths import python_path
 from .shard_writer import ShardSize, Spec
 
 SCRIPTS = Path(__file__).resolve().parents[1]
@@ -32,6 +33,12 @@ def default_workers() -> int:
     """Processes that check and write: three quarters of the cores, 2 to 16. One moves about 1 GB/s."""
     cores = os.cpu_count() or 2
     return max(2, min(16, cores - cores // 4))
+
+
+def start_module(name: str, *arguments: Any, **options: Any) -> subprocess.Popen:
+    """A module of this package as a process whose numpy keeps to one thread; options as Popen's."""
+    env = os.environ | {"PYTHONPATH": python_path(SCRIPTS), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, "-m", f"aerie.{name}", *map(str, arguments)], env=env, **options)
 
 
 class DumpWorker:
@@ -49,11 +56,8 @@ class DumpWorker:
         if self._process is not None:
             return
         self._pipe, other = Pipe()
-        path = os.pathsep.join(filter(None, [str(SCRIPTS), os.environ.get("PYTHONPATH")]))
-        env = os.environ | {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         with other:
-            command = [sys.executable, "-m", "aerie.dump_worker", str(other.fileno())]
-            self._process = subprocess.Popen(command, env=env, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL)
+            self._process = start_module("dump_worker", other.fileno(), pass_fds=[other.fileno()], stdin=subprocess.DEVNULL)
         self._pipe.send_bytes(pickle.dumps(self.setup))
 
     def call(self, *message: Any) -> Any:

@@ -14,6 +14,11 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
 
 
+def python_path(folder: Path, known: str | None = None) -> str:
+    """PYTHONPATH with `folder` before what it says; `known` in place of this process's own."""
+    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH") if known is None else known])])
+
+
 def runs_dir() -> Path:
     """The folder of all runs: AERIE_RUNS_DIR, or runs/ in the repository."""
     return expanded(os.environ.get("AERIE_RUNS_DIR") or str(ROOT / "runs")).absolute()

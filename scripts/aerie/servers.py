@@ -20,7 +20,7 @@ import requests
 from .config import Config
 from .errors import UserError
 from .gpus import visible_devices
-from .paths import ROOT
+from .paths import ROOT, python_path
 from .report import write_json
 from .target import problem_with
 
@@ -152,7 +152,7 @@ def server_env(config: Config, mode: str) -> dict[str, str]:
         for name, value in CPU_ENV.items():
             env.setdefault(name, value)
         env["AERIE_ROOT"] = str(ROOT)  # this checkout's plugin and references, also where several checkouts share a venv
-        env["PYTHONPATH"] = os.pathsep.join([str(CPU_PLATFORM), *filter(None, [env.get("PYTHONPATH", os.environ.get("PYTHONPATH"))])])
+        env["PYTHONPATH"] = python_path(CPU_PLATFORM, env.get("PYTHONPATH"))
     return env
 
 
@@ -163,8 +163,7 @@ def drafter_ops_env(env: dict[str, str]) -> dict[str, str]:
         raise UserError("serve.drafter_ops = true needs an NVIDIA GPU and none is here; set serve.drafter_ops = false")
     if not library.is_file():
         raise UserError(f"serve.drafter_ops = true, but {library} is missing; build it with `make cuda`, or set serve.drafter_ops = false")
-    path = os.pathsep.join([str(DRAFTER_OPS), *filter(None, [env.get("PYTHONPATH", os.environ.get("PYTHONPATH"))])])
-    return {"AERIE_SERVE_DRAFTER_OPS": "1", "AERIE_ROOT": str(ROOT), "PYTHONPATH": path}
+    return {"AERIE_SERVE_DRAFTER_OPS": "1", "AERIE_ROOT": str(ROOT), "PYTHONPATH": python_path(DRAFTER_OPS, env.get("PYTHONPATH"))}
 
 
 def command_line(config: Config, mode: str) -> list[str]:

@@ -8,9 +8,9 @@ import sys
 import time
 from pathlib import Path
 
+from .dump_pool import start_module
 from .shard_writer import WRITEBACK_BYTES, start_writeback
 
-SCRIPTS = Path(__file__).resolve().parents[1]
 BLOCK = 1 << 20
 
 
@@ -18,9 +18,8 @@ def write_rate(folder: Path, nbytes: int, processes: int, file_bytes: int) -> fl
     """Bytes a second of `processes` processes that write `nbytes` together into files of `file_bytes` as the client does: the disk begins early, fsync at
     each file's end. 1 MiB a call, from a block in the cache."""
     each = max(1, nbytes // processes // BLOCK) * BLOCK
-    command = [sys.executable, "-m", "aerie.write_rate", str(folder), str(each), str(file_bytes)]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(SCRIPTS), os.environ.get("PYTHONPATH")])), "OPENBLAS_NUM_THREADS": "1"}
-    writers = [subprocess.Popen([*command, str(number)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env) for number in range(processes)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    writers = [start_module("write_rate", folder, each, file_bytes, number, **pipes) for number in range(processes)]
     try:
         for writer in writers:
             writer.stdout.readline()

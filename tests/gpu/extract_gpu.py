@@ -24,17 +24,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests"), str(ROOT / "tests" / "gpu")]
 
+import capture_gpu  # noqa: E402
 from aerie.config import load_config  # noqa: E402
 from aerie.servers import end_group, has_gpu, stop_servers  # noqa: E402
-from aerie.tiny import tiny_tokenizer  # noqa: E402
+from aerie.tiny import CONFIGS  # noqa: E402
 from cpu_tools import free_port, write_config  # noqa: E402
 from gpu_parts import Parts  # noqa: E402
 
-SHAPE = {
-    "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536, "vocab_size": 49152,
-    "max_position_embeddings": 8192, "tie_word_embeddings": True, "rope_theta": 100000.0,
-}  # fmt: skip
-TINY = {"hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 512}
 # A server without FlashAttention's binaries; no decode graphs: extraction asks for one token
 ARGS = {
     "attention-backend": "triton", "sampling-backend": "pytorch", "grammar-backend": "none", "mem-fraction-static": 0.6, "max-total-tokens": 400000,
@@ -43,15 +39,10 @@ ARGS = {
 BUDGET_MB = 2048  # 32 requests of at most 4,000 tokens are 0.6 GB: no dump may be dropped for a full budget
 
 
-def make_model(folder: Path) -> Path:
-    """Random weights in SmolLM2-135M's shape, or a tiny one without a GPU; with a tokenizer, which every server's start looks for."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**(SHAPE if has_gpu() else SHAPE | TINY), dtype="bfloat16")).to(torch.bfloat16).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
+def make_target(folder: Path) -> Path:
+    """Random weights in SmolLM2-135M's shape, or a tiny one without a GPU."""
+    capture_gpu.SHAPES["extract"] = capture_gpu.SHAPES["smollm2"] if has_gpu() else CONFIGS["llama"]
+    return capture_gpu.make_model("extract", folder)
 
 
 def bench(out: Path, name: str, command: list[str], seconds: float) -> dict[str, Any]:
@@ -92,7 +83,7 @@ def main() -> None:
     gpu = has_gpu()
     parts = Parts(out / "extract_gpu.json", args.seconds, gpu=gpu, cores=os.cpu_count(), folder=str(work), free_bytes=shutil.disk_usage(work).free)
     try:
-        model = args.model or parts("model", lambda: make_model(work / "model")) or work / "model"
+        model = args.model or parts("model", lambda: make_target(work / "model")) or work / "model"
         env = {"SGLANG_HS_DUMP_BUDGET_MB": str(BUDGET_MB if gpu else 64)}
         server = {"port": free_port(), "args": ARGS if gpu else {}, "dump_dir": str(work / "dumps"), "env": env}
         options = {"server": server, "extract": {"max_in_flight": 32}, "target": {"dtype": "bfloat16"}}

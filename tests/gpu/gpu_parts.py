@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -48,6 +49,22 @@ class Parts:
         wanted, parts = {*keys, "failed", "skipped", "seconds"}, {name: scalars(result) for name, result in self.results.items() if name != "about"}
         short = {name: {key: value for key, value in result.items() if key in wanted} for name, result in parts.items()}
         print(json.dumps({"summary": short, "seconds": round(self.elapsed, 1), "file": str(self.file)}, indent=1), flush=True)
+
+
+def call(log: Path, command: list[str], seconds: float) -> dict[str, Any]:
+    """Run a command with its output in `log`; what it said last. Raises RuntimeError with the log's end when it fails, TimeoutExpired after `seconds`."""
+    with open(log, "wb") as file:
+        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=seconds, check=False).returncode
+    text = log.read_text(errors="replace")
+    if code:
+        raise RuntimeError(f"exit code {code}: {text[-700:]}")
+    return {"last": text.strip().splitlines()[-1][:150]}
+
+
+def make(out: Path, target: str, config: Path, run: str, seconds: float) -> dict[str, Any]:
+    """call() of `make TARGET` as a user types it."""
+    command = ["make", "--no-print-directory", "-C", str(Path(__file__).resolve().parents[2]), target, f"CONFIG={config}", f"RUN={run}", f"PY={sys.executable}"]
+    return call(out / f"make-{target}.log", command, seconds)
 
 
 def scalars(result: dict[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from aerie.servers import has_gpu, stop_servers  # noqa: E402
 from aerie.tiny import CONFIGS  # noqa: E402
 from capture_gpu import SHAPES, make_model  # noqa: E402
 from cpu_tools import write_config  # noqa: E402
-from gpu_parts import Parts, begin  # noqa: E402
+from gpu_parts import Parts, begin, make  # noqa: E402
 
 GPU = has_gpu()
 # configs/shapes/kimi-k2-instruct.json, but 8 of 61 layers, 32 of 384 experts (in DeepSeek's groups), SmolLM2's vocabulary: 23 GB in bf16
@@ -85,17 +85,6 @@ def main() -> None:
     config = load_config(str(path), run)
     parts = Parts(out / "kimi_shape.json", args.seconds, gpu=GPU, cores=os.cpu_count(), architecture=WIDE if GPU else CONFIGS["deepseek_v3"])
 
-    def call(name: str, command: list[str], seconds: float) -> dict[str, Any]:
-        log = out / f"make-{name}.log"
-        with open(log, "wb") as file:
-            code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=seconds, check=False).returncode
-        if code:
-            raise RuntimeError(f"exit code {code}: {log.read_text(errors='replace')[-700:]}")
-        return {"last": log.read_text(errors="replace").strip().splitlines()[-1][:150]}
-
-    def make(target: str, seconds: float) -> dict[str, Any]:
-        return call(target, ["make", "--no-print-directory", "-C", str(ROOT), target, f"CONFIG={path}", f"RUN={run}", f"PY={sys.executable}"], seconds)
-
     def numbers(folder: str, *keys: str) -> dict[str, Any]:
         report = json.loads((config.run.root / folder / "report.json").read_text())
         return {key: report[key] for key in keys if key in report}
@@ -103,16 +92,16 @@ def main() -> None:
     plain = None
     try:
         parts("target", lambda: make_target(model, args.tokenizer))
-        parts("data", lambda: make("data", 240) | numbers("data", "answer_tok_s", "splits"))
-        parts("extract", lambda: make("extract", 120) | numbers("store", "extract_tok_s", "accounting", "bytes"))
-        parts("train", lambda: make("train", 200) | numbers("drafter", "train_tok_s", "drafter_parameters", "peak_gpu_bytes", "predicted_accept_length", "tokens"))
-        parts("check", lambda: make("check", 60))
+        parts("data", lambda: make(out, "data", path, run, 240) | numbers("data", "answer_tok_s", "splits"))
+        parts("extract", lambda: make(out, "extract", path, run, 120) | numbers("store", "extract_tok_s", "accounting", "bytes"))
+        parts("train", lambda: make(out, "train", path, run, 200) | numbers("drafter", "train_tok_s", "drafter_parameters", "peak_gpu_bytes", "predicted_accept_length", "tokens"))
+        parts("check", lambda: make(out, "check", path, run, 60))
         with open(out / "baseline.log", "wb") as file:
             command = [str(ROOT / "scripts" / "04_serve.sh"), str(path), "--run", run, "--without-drafter", "--background"]
             plain = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | {"PY": sys.executable})
-        parts("serve", lambda: make("serve", 240))
+        parts("serve", lambda: make(out, "serve", path, run, 240))
         parts("baseline", lambda: f"exit code {plain.wait(240)}")
-        parts("bench", lambda: make("bench", 200) | numbers("bench", "accept_length", "predicted_accept_length", "sets"))
+        parts("bench", lambda: make(out, "bench", path, run, 200) | numbers("bench", "accept_length", "predicted_accept_length", "sets"))
     finally:
         if plain is not None and plain.poll() is None:
             plain.kill()

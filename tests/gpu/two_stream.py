@@ -25,7 +25,7 @@ from aerie.config import load_config  # noqa: E402
 from aerie.servers import Server, has_gpu  # noqa: E402
 from aerie.tiny import CONFIGS, VOCAB  # noqa: E402
 from cpu_tools import write_config  # noqa: E402
-from gpu_parts import Parts, begin  # noqa: E402
+from gpu_parts import Parts, begin, make  # noqa: E402
 
 GPU = has_gpu()
 ARGS = {
@@ -102,21 +102,11 @@ def main() -> None:
     config = load_config(str(path), run)
     parts = Parts(out / "two_stream.json", args.seconds, gpu=GPU, cores=os.cpu_count())
 
-    def make(target: str, seconds: float) -> dict[str, Any]:
-        log = out / f"make-{target}.log"
-        with open(log, "wb") as file:
-            code = subprocess.run(
-                ["make", "-C", str(ROOT), target, f"CONFIG={path}", f"RUN={run}", f"PY={sys.executable}"], stdout=file, stderr=subprocess.STDOUT, timeout=seconds, check=False,
-            ).returncode  # fmt: skip
-        if code:
-            raise RuntimeError(f"exit code {code}: {log.read_text(errors='replace')[-500:]}")
-        return {"last": log.read_text(errors="replace").strip().splitlines()[-1][:150]}
-
     def stream() -> dict[str, Any]:
         watch, start = Watch(run), time.monotonic()
         watch.start()
         try:
-            make("stream", 150)
+            make(out, "stream", path, run, 150)
             seconds = time.monotonic() - start
             server = Server.find(config, "extraction")
             shown = gpus_of(f"--port {config.server.port}") if server else {}
@@ -135,9 +125,9 @@ def main() -> None:
 
     try:
         parts("target", lambda: make_target(out / "stream-model"))
-        if parts("data", lambda: make("data", 240)) is not None:
+        if parts("data", lambda: make(out, "data", path, run, 240)) is not None:
             parts("stream", stream)
-            parts("check", lambda: make("check", 60))
+            parts("check", lambda: make(out, "check", path, run, 60))
     finally:
         if (server := Server.find(config, "extraction")) is not None:
             (out / "two-stream-server.log").write_bytes(server.log.read_bytes()[-200_000:])
