@@ -116,7 +116,7 @@ def test_a_server_that_dies_between_answer_and_dump(fake_run):
     """What it answered and never wrote is asked for again at once: not after request_timeout_s, which is longer here than the whole test may take."""
     run = fake_run(samples=60, extract={"request_timeout_s": 1000.0, "proof_samples": 0})
     second = free_port()
-    run.start_server("--tok-s", "3000")
+    run.start_server("--tok-s", "1000")  # the slower one: the other one must get its twelve requests, also on a busy machine
     other = run.start_server("--tok-s", "3000", "--fault", "nodump:5", "--fault", "die:12", port=second)
     urls = json.dumps([f"http://127.0.0.1:{run.port}", f"http://127.0.0.1:{second}"])
     try:
