@@ -168,7 +168,7 @@ def cpu_seconds() -> tuple[float, float]:
 
 def start_stand_in(args: argparse.Namespace, folder: Path) -> tuple[subprocess.Popen, Client]:
     """The stand-in server, once it answers."""
-    processes = max(1, min(6, (os.cpu_count() or 1) // 3))
+    processes = max(1, min(6, len(os.sched_getaffinity(0)) // 3))
     command = [sys.executable, str(ROOT / "tests" / "fake_dump_server.py"), "--dtype", "bfloat16", "--pool", "--processes", str(processes)]
     server = subprocess.Popen([*command, "--port", str(args.port), "--dump-dir", str(folder), "--hidden", str(args.hidden)])
     client = Client(f"http://127.0.0.1:{args.port}", 300.0)

@@ -31,7 +31,7 @@ class WorkerDied(UserError):
 
 def default_workers() -> int:
     """Processes that check and write: three quarters of the cores, 2 to 16. One moves about 1 GB/s."""
-    cores = os.cpu_count() or 2
+    cores = len(os.sched_getaffinity(0))
     return max(2, min(16, cores - cores // 4))
 
 

@@ -95,7 +95,7 @@ def main() -> None:
         wide = [*ceiling, "--tokens", "600", "600", "--samples"]
         commands = {
             "ceiling_tmpfs": [*wide, str(count), "--rounds", "2", "--store", str(work)],
-            "ceiling_all_cores": [*wide, str(count), "--rounds", "1", "--store", str(work), "--workers", str(os.cpu_count())],
+            "ceiling_all_cores": [*wide, str(count), "--rounds", "1", "--store", str(work), "--workers", str(len(os.sched_getaffinity(0)))],
             "ceiling_disk": [*wide, str(max(8, count // 2)), "--rounds", "1", "--store", str(out)],
             "ceiling_small": [
                 *ceiling, "--tokens", "230", "230", "--hidden", "576", "--samples", "6000" if gpu else "80", "--rounds", "1", "--store", str(work),
