@@ -1,4 +1,4 @@
-"""What reading the store costs the trainer: the same steps with batches from disk (the page cache is warm) and with batches that are on the device already."""
+"""What reading the store costs the trainer once it runs: the same steps with batches from disk (page cache warm) and with batches that are on the device."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def write_store(folder: Path, size: Size, share: float, dtype: torch.dtype, fp8:
 
 
 def measure_loading(name: str, share: float, steps: int, device: torch.device, dtype: torch.dtype, fast: bool, stored: str, rounds: int, scratch: str | None) -> dict[str, Any]:
-    """Milliseconds of a step from disk and resident, over `rounds` rounds of SETS steps, and what loading adds to a step."""
+    """Milliseconds of a step from disk and resident, over `rounds` rounds of SETS steps after one that does not count, and what loading adds to a step."""
     size, cuda = SIZES[name], device.type == "cuda"
     drafter, fixed = make_drafter(size, dtype, device, fast), make_fixed(size, steps, dtype, device)
     optimizer, rope = Optimizer(drafter, Train(lr=1e-5)), Rope(drafter, device, dtype)
@@ -50,10 +50,9 @@ def measure_loading(name: str, share: float, steps: int, device: torch.device, d
         optimizer.step(1e-5)
 
     def timed(batches: Any, move: Any = lambda batch: batch) -> float:
-        if cuda:
-            torch.cuda.synchronize()
-        started = time.perf_counter()
+        """Seconds of a step, the first SETS left out: a run waits for its first batch once, not once in 18 steps."""
         before = None
+        started = 0.0
         for count, batch in enumerate(batches, 1):
             step(move(batch))
             if cuda:  # as the trainer: the host is a step ahead
@@ -61,18 +60,21 @@ def measure_loading(name: str, share: float, steps: int, device: torch.device, d
                     before.synchronize()
                 before = torch.cuda.Event()
                 before.record()
+            if count == SETS:
+                if cuda:
+                    torch.cuda.synchronize()
+                started = time.perf_counter()
         if cuda:
             torch.cuda.synchronize()
-        return (time.perf_counter() - started) / count
+        return (time.perf_counter() - started) / (count - SETS)
 
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         store = write_store(Path(folder) / "store", size, share, dtype, stored == "fp8", device)
         plan = [[size.documents * place + number for number in range(size.documents)] for place in range(SETS)]
         reader = Reader(store, steps, 0, dtype, pin=cuda)
         resident = [batch.to(device, dtype) for batch in reader.read(plan)]
-        timed(resident)
-        there = timed(resident * rounds)
-        read = timed(reader.read(plan * rounds), Mover(device, dtype))
+        there = timed(resident * (rounds + 1))
+        read = timed(reader.read(plan * (rounds + 1)), Mover(device, dtype))
         started = time.perf_counter()
         alone = sum(1 for _ in reader.read(plan * rounds)) / (time.perf_counter() - started)  # nobody trains beside it
     return {
