@@ -133,12 +133,16 @@ def summary(rounds: list[Round], before: dict[str, float], after: dict[str, floa
 
 
 def measure(config: Config, plain: Server, capture: Server, prompts: Sequence[np.ndarray], concurrency: int, repeats: int, say: Any = print) -> dict[str, Any]:
-    """Both servers alive: rounds take turns (plain, capture, capture, plain, ...), after one round each that warms up and does not count."""
+    """Both servers alive: rounds take turns (plain, capture, capture, plain, ...), after two rounds each that warm up and do not count.
+
+    On an H200 the first round after a single one each, and after the pause for the counters, ran at half the rate of those that followed.
+    """
     folder = dump_dir(config)
-    for server, where in ((plain, None), (capture, folder)):
+    for server, where in ((plain, None), (capture, folder), (capture, folder)):
         run_round(server, prompts, concurrency, where)
     time.sleep(2.5)  # the counters' file follows within two seconds
     before, rounds = counters(folder), []
+    run_round(plain, prompts, concurrency, None)  # the server has idled since
     for index in range(repeats):
         for kind in ((False, True) if index % 2 == 0 else (True, False)):
             rounds.append(run_round(capture if kind else plain, prompts, concurrency, folder if kind else None))

@@ -112,7 +112,7 @@ class Run:
         """Every part; whatever happens no server is left."""
         try:
             self.start("tp1", "tp2")
-            self.parts("reference", lambda: f"{len(self.targets.reference(NAME))} prompts of transformers")
+            self.parts("reference", lambda: f"{len(self.targets.reference(NAME)[0])} prompts of transformers")
             if self.ready("tp1"):
                 self.parts("tp1 states", lambda: self.states("tp1"))
             if self.ready("tp2"):
@@ -143,7 +143,7 @@ class Run:
         hidden = json.loads((self.targets.folder(NAME) / "config.json").read_text())["hidden_size"]
         result: dict[str, Any] = {"capture_points": points, "full_hidden_size": all(state.shape[1] == hidden for dump in together for state in states_of(dump))}
         if NAME in self.targets.states:
-            checked = check_states(alone, self.targets.states[NAME], points)
+            checked = check_states(alone, *self.targets.states[NAME], points, fp8=False)
             result |= {"right": checked["right"], "against_transformers": checked, **{f"transformers_{point}": entry["own"] for point, entry in checked["points"].items()}}
         if kind != "tp1" and "tp1" in self.alone:
             result |= between(alone, self.alone["tp1"])
@@ -156,13 +156,13 @@ class Run:
     def cost(self) -> dict[str, Any]:
         """Prefill with our names and without, on the same server."""
         config, server = self.configs["tp2"], self.servers["tp2"]
-        requests, tokens, concurrency = LOADS[NAME]
+        requests, tokens, concurrency = min(LOADS[NAME][0], 384), *LOADS[NAME][1:]
         return capture_bench.measure(config, server, server, capture_bench.make_prompts(config, requests, tokens), concurrency, REPEATS)
 
     def plain_cost(self) -> dict[str, Any]:
         """The same against a server with capture off, in turns where both live."""
         config, server = self.configs["tp2"], self.servers["plain"]
-        requests, tokens, concurrency = LOADS[NAME]
+        requests, tokens, concurrency = min(LOADS[NAME][0], 384), *LOADS[NAME][1:]
         prompts = capture_bench.make_prompts(config, requests, tokens)
         if "tp2" in self.servers:
             return capture_bench.measure(config, server, self.servers["tp2"], prompts, concurrency, REPEATS)
@@ -189,7 +189,7 @@ class Run:
         """Many requests at once under data-parallel attention: each is written once, by the rank that ran it."""
         client = Client(self.servers["dp"])
         before = self.dp_counters()
-        requests, tokens, _ = LOADS[NAME]
+        requests, tokens = min(LOADS[NAME][0], 384), LOADS[NAME][1]
         prompts = [ids.tolist() for ids in capture_bench.make_prompts(self.configs["dp"], min(requests, 128), tokens)]
         checked = len(client.capture_together(prompts))
         after = self.dp_counters()
