@@ -5,6 +5,8 @@
     python cuda/bench.py --quick                         one size an op
     python cuda/bench.py --variants                      every kernel by number too, and which is the fastest for each size
 
+`ms` is one call between two events, a launch (`launch_ms`) included; `row_ms` is a call inside a CUDA graph of several calls one behind the other, each on inputs and
+outputs of its own. `copy_ms` and `copy_row_ms` are a plain copy of as many bytes, timed both ways: what a small op can be compared with.
 Bytes are counted as each input read once and each output written once. Predicted times for SM120 are those bytes over 1.79 TB/s: predictions, not results.
 """
 
@@ -26,12 +28,24 @@ import torch  # noqa: E402
 from aerie.report import write_report  # noqa: E402
 from op_library import VARIANTS, chosen  # noqa: E402
 
+Work = Callable[[int], Any]  # the op on the i-th set of inputs
 SM120_BYTES_S = 1.79e12
 FLUSH_BYTES = 400 << 20  # sets of inputs are rotated until they are larger than this
+MIN_CALLS = 4  # in a graph
 OPS = torch.ops.aerie
 
 
-def median_ms(work: Callable[[int], Any], repeats: int, before: Callable[[int], Any] | None = None) -> float:
+def sets_for(data_bytes: int) -> int:
+    """How many sets of inputs of this many bytes are larger than the L2 together."""
+    return 1 + FLUSH_BYTES // data_bytes
+
+
+def calls_for(data_bytes: int) -> int:
+    """Calls in a graph: one a set, and a few at the least."""
+    return max(MIN_CALLS, sets_for(data_bytes))
+
+
+def median_ms(work: Work, repeats: int, before: Work | None = None) -> float:
     """Median time of work(i) by CUDA events after three warm-up calls; before(i) runs outside the events.
 
     The device is kept busy while the host puts everything into the queue, so that no event waits for Python.
@@ -55,14 +69,34 @@ def median_ms(work: Callable[[int], Any], repeats: int, before: Callable[[int], 
     return statistics.median(start.elapsed_time(end) for start, end in times)
 
 
-def graph_us(work: Callable[[], Any], copies: int = 20, repeats: int = 30) -> float:
-    """Time of one work() inside a CUDA graph that holds `copies` of it, microseconds."""
-    work()
+def row_ms(work: Work, calls: int, repeats: int, before: Work | None = None) -> float:
+    """Time of one work(i) of `calls` in a row: a CUDA graph of them all, replayed; before(i) runs for all of them outside the events.
+
+    The outputs are kept while the graph is made, so that every call writes memory of its own.
+    """
+    work(0)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(copies):
-            work()
-    return median_ms(lambda _: graph.replay(), repeats) * 1e3 / copies
+        kept = [work(i) for i in range(calls)]
+    ms = median_ms(lambda _: graph.replay(), repeats, before and (lambda _: [before(i) for i in range(calls)])) / calls
+    del kept
+    return ms
+
+
+def graph_us(work: Callable[[], Any], copies: int = 20, repeats: int = 30) -> float:
+    """Time of one work() inside a CUDA graph that holds `copies` of it, microseconds."""
+    return 1e3 * row_ms(lambda _: work(), copies, repeats)
+
+
+def copy_times(data_bytes: int, repeats: int) -> tuple[float, float]:
+    """A plain copy that moves so many bytes, half of them read and half written: one between two events, and one of several in a graph, milliseconds.
+
+    The faster of cudaMemcpyAsync and an elementwise kernel, which are not equally fast in a graph.
+    """
+    sets, numbers = sets_for(data_bytes), max(1, data_bytes // 8)
+    pairs = [tuple(torch.randn(numbers, device="cuda") for _ in range(2)) for _ in range(sets)]
+    ways: list[Work] = [lambda i: pairs[i % sets][1].copy_(pairs[i % sets][0]), lambda i: torch.neg(pairs[i % sets][0], out=pairs[i % sets][1])]
+    return min(median_ms(way, repeats) for way in ways), min(row_ms(way, calls_for(data_bytes), repeats) for way in ways)
 
 
 def host_us(work: Callable[[], Any], calls: int = 200) -> float:
@@ -82,6 +116,7 @@ class Bench:
 
     def __init__(self, repeats: int, variants: bool, peers: bool) -> None:
         self.repeats, self.variants, self.rows = repeats, variants, []
+        self.copies: dict[int, tuple[float, float]] = {}  # bytes -> copy_times()
         source = torch.randn(1 << 28, device="cuda").bfloat16()  # 512 MB
         to = torch.empty_like(source)
         ms = median_ms(lambda _: to.copy_(source), 20)
@@ -92,15 +127,24 @@ class Bench:
         print(f"copy bandwidth {self.copy_bytes_s / 1e12:.2f} TB/s, an empty launch between events {1e3 * self.launch_ms:.1f} us, {torch.cuda.get_device_name()}", flush=True)
         self.liger, self.sgl = (peers_of.liger(print), peers_of.sgl(print)) if peers else ({}, {})
 
-    def add(self, op: str, size: str, data_bytes: int, work: Callable[[int], Any], before: Callable[[int], Any] | None = None) -> float:
-        ms = median_ms(work, self.repeats, before)
+    def add(self, op: str, size: str, data_bytes: int, work: Work, before: Work | None = None, in_a_row: bool = True) -> None:
+        """One row of the report: work(i) for any i takes its inputs out of sets_for(data_bytes) sets, or restored by before(i) out of calls_for(data_bytes)."""
         floor = data_bytes / self.copy_bytes_s * 1e3
-        self.rows.append({"op": op, "size": size, "ms": ms, "bytes": data_bytes, "of_copy": floor / ms, "predicted_sm120_ms": data_bytes / SM120_BYTES_S * 1e3})
-        print(f"{op:52} {size:16} {ms:8.4f} ms  {floor / ms:6.1%} of copy  (SM120, predicted: {data_bytes / SM120_BYTES_S * 1e3:.3f} ms)", flush=True)
-        return ms
+        ms = median_ms(work, self.repeats, before)
+        row = {"op": op, "size": size, "ms": ms, "bytes": data_bytes, "of_copy": floor / ms, "predicted_sm120_ms": data_bytes / SM120_BYTES_S * 1e3}
+        text = f"{op:58} {size:16} {ms:8.4f} ms {floor / ms:6.1%}"
+        if in_a_row:
+            if data_bytes not in self.copies:
+                self.copies[data_bytes] = copy_times(data_bytes, self.repeats)
+            copy_ms, copy_row_ms = self.copies[data_bytes]
+            each = row_ms(work, calls_for(data_bytes), self.repeats, before)
+            row |= {"row_ms": each, "row_of_copy": floor / each, "copy_ms": copy_ms, "copy_row_ms": copy_row_ms}
+            text += f" | in a row {each:8.4f} ms {floor / each:6.1%} | a copy {copy_ms:8.4f}, in a row {copy_row_ms:8.4f} ms"
+        self.rows.append(row)
+        print(text, flush=True)
 
-    def add_all(self, op: str, which: str, size: str, data_bytes: int, work: Callable[[int], Any], before: Callable[[int], Any] | None = None) -> None:
-        """The usual kernel, and with --variants every other that takes this size, as `op (number)`."""
+    def add_all(self, op: str, which: str, size: str, data_bytes: int, work: Work, before: Work | None = None) -> None:
+        """The usual kernel, and with --variants every one by number that takes this size, as `op (number)`."""
         self.add(op, size, data_bytes, work, before)
         for number, name in enumerate(VARIANTS[which] if self.variants else []):
             try:
@@ -110,27 +154,28 @@ class Bench:
                 if "invalid argument" not in str(exc):
                     raise
 
-    def peer(self, op: str, size: str, data_bytes: int, work: Callable[[int], Any]) -> None:
+    def peer(self, op: str, size: str, data_bytes: int, work: Work) -> None:
         """Another package's way: one that does not run on this machine is said and left out."""
         try:
-            self.add(op, size, data_bytes, work)
+            self.add(op, size, data_bytes, work, in_a_row=False)
         except Exception as exc:  # theirs, not ours
             print(f"{op}: {type(exc).__name__}: {str(exc)[:120]}", flush=True)
 
     def add_decode(self, op: str, size: str, work: Callable[[], Any], floor: dict[str, float]) -> None:
         row = {"op": op, "size": size, "graph_us": graph_us(work), "host_us": host_us(work), "floor": floor}
         self.rows.append(row)
-        print(f"{op:52} {size:16} {row['graph_us']:7.2f} us in a graph (empty {floor['graph_us']:.2f}), {row['host_us']:7.2f} us eager (empty {floor['host_us']:.2f})", flush=True)
+        print(f"{op:58} {size:16} {row['graph_us']:7.2f} us in a graph (empty {floor['graph_us']:.2f}), {row['host_us']:7.2f} us eager (empty {floor['host_us']:.2f})", flush=True)
 
     def winners(self) -> list[dict[str, Any]]:
-        """For each op and size the fastest kernel by number, beside the usual one."""
+        """For each op and size the kernel by number that is the fastest in a row, beside the usual one."""
         found = []
         for usual in [row for row in self.rows if "(" not in row["op"]]:
-            key = "ms" if "ms" in usual else "graph_us"
+            key = "row_ms" if "row_ms" in usual else "graph_us"
             others = [row for row in self.rows if row["size"] == usual["size"] and row["op"].startswith(f"{usual['op']} (")]
             if others:
                 best = min(others, key=lambda row: row[key])
-                found.append({"op": usual["op"], "size": usual["size"], "usual": usual[key], "best": best["op"][len(usual["op"]) + 2 : -1], key: best[key], "of_copy": best.get("of_copy")})
+                times = {name: best[name] for name in ("ms", "of_copy", "row_ms", "row_of_copy", "graph_us") if name in best}
+                found.append({"op": usual["op"], "size": usual["size"], "usual": usual[key], "best": best["op"][len(usual["op"]) + 2 : -1], **times})
         return found
 
 
@@ -139,10 +184,11 @@ def soft_target(bench: Bench, rows: list[int], vd: int, peers: bool) -> None:
         draft, target = ((torch.randn(n, vd, device="cuda") * 3).bfloat16() for _ in range(2))
         lse, top = target.float().logsumexp(-1) + 0.1, target.argmax(-1)
         size, data = f"[{n}, {vd}]", 3 * n * vd * 2
-        scratch = draft.clone()
+        calls = calls_for(data)
+        scratch = [draft.clone() for _ in range(calls)]  # the gradient replaces the logits
         bench.add_all(
-            "1 soft_target, in place", "soft_target", size, data, lambda _: OPS.soft_target_ce_(scratch, target, lse, top, None, None, False),  # noqa: B023
-            lambda _: scratch.copy_(draft),  # noqa: B023
+            "1 soft_target, in place", "soft_target", size, data, lambda i: OPS.soft_target_ce_(scratch[i % calls], target, lse, top, None, None, False),  # noqa: B023
+            lambda i: scratch[i % calls].copy_(draft),  # noqa: B023
         )  # fmt: skip
         del scratch
         bench.add("1 soft_target, no lse given", size, data, lambda _: OPS.soft_target_ce(draft, target, None, top, None, None, False, True))  # noqa: B023
@@ -156,24 +202,38 @@ def soft_target(bench: Bench, rows: list[int], vd: int, peers: bool) -> None:
 
 def online(bench: Bench, rows: list[int], columns: int, peers: bool) -> None:
     for n in rows:
-        chunk = (torch.randn(n, columns, device="cuda") * 3).bfloat16()
+        data = n * columns * 2
+        sets = sets_for(data)
+        chunks = [(torch.randn(n, columns, device="cuda") * 3).bfloat16() for _ in range(sets)]
         state = ops.OnlineTarget(n, "cuda")
         update = (0, state.maximum, state.total, state.argmax)
-        bench.add_all("1 online target, a chunk", "online", f"[{n}, {columns}]", n * columns * 2, lambda _: OPS.online_update_(chunk, *update))  # noqa: B023
+        bench.add_all("1 online target, a chunk", "online", f"[{n}, {columns}]", data, lambda i: OPS.online_update_(chunks[i % sets], *update))  # noqa: B023
         if peers and n == 8192:
-            bench.peer("1 online target, PyTorch eager", f"[{n}, {columns}]", n * columns * 2, lambda _: (chunk.float().logsumexp(-1), chunk.max(-1)))  # noqa: B023
+            bench.peer("1 online target, PyTorch eager", f"[{n}, {columns}]", data, lambda i: (chunks[i % sets].float().logsumexp(-1), chunks[i % sets].max(-1)))  # noqa: B023
+
+
+def online_whole(bench: Bench, n: int, vocab: int, columns: int) -> None:
+    """A full vocabulary, chunk by chunk as the trainer does it."""
+    logits = torch.cat([(torch.randn(n, columns, device="cuda") * 3).bfloat16() for _ in range(0, vocab, columns)], 1)[:, :vocab]
+    chunks, state = [(start, logits[:, start : start + columns]) for start in range(0, vocab, columns)], ops.OnlineTarget(n, "cuda")
+
+    def work(_: int) -> None:
+        for start, chunk in chunks:
+            OPS.online_update_(chunk, start, state.maximum, state.total, state.argmax)
+
+    bench.add_all(f"1 online target, {len(chunks)} chunks", "online", f"[{n}, {vocab}]", n * vocab * 2, work)
 
 
 def drafter_input(bench: Bench, rows: list[int], hidden: int, vocab: int, peers: bool) -> None:
     table = torch.randn(vocab, hidden, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(hidden, device="cuda", dtype=torch.bfloat16)
     for n in rows:
-        sets = 1 + FLUSH_BYTES // (n * hidden * 8)
+        sets = sets_for(n * hidden * 8)
         states = [torch.randn(n, hidden, device="cuda", dtype=torch.bfloat16) for _ in range(sets)]
         ids = [torch.randint(0, vocab, (n,), device="cuda") for _ in range(sets)]
         grads = [torch.randn(n, 2 * hidden, device="cuda", dtype=torch.bfloat16) for _ in range(sets)]
         size = f"[{n}, {hidden}]"
-        bench.add_all("2 drafter_input", "drafter_input", size, 8 * n * hidden, lambda i: OPS.drafter_input(ids[i % sets], table, states[i % sets], weight, weight, 1e-5))  # noqa: B023
+        bench.add("2 drafter_input", size, 8 * n * hidden, lambda i: OPS.drafter_input(ids[i % sets], table, states[i % sets], weight, weight, 1e-5))  # noqa: B023
         bench.add_all(
             "2 drafter_input, backward", "drafter_input_backward", size, 10 * n * hidden,
             lambda i: OPS.drafter_input_backward(grads[i % sets], ids[i % sets], table, states[i % sets], weight, weight, 1e-5, False),  # noqa: B023
@@ -191,11 +251,11 @@ def drafter_input(bench: Bench, rows: list[int], hidden: int, vocab: int, peers:
 
 def fp8_rows(bench: Bench, rows: list[int], hidden: int, peers: bool) -> None:
     for n in rows:
-        sets = 1 + FLUSH_BYTES // (n * hidden * 3)
+        sets = sets_for(n * hidden * 3)
         xs = [torch.randn(n, hidden, device="cuda", dtype=torch.bfloat16) for _ in range(sets)]
         qs = [ops.quantize_rows_fp8(x) for x in xs]
         size, data = f"[{n}, {hidden}]", 3 * n * hidden + 4 * n
-        bench.add_all("5 quantize_rows_fp8", "quantize", size, data, lambda i: OPS.quantize_rows_fp8(xs[i % sets]))  # noqa: B023
+        bench.add("5 quantize_rows_fp8", size, data, lambda i: OPS.quantize_rows_fp8(xs[i % sets]))  # noqa: B023
         bench.add_all("5 dequantize_rows_fp8", "dequantize", size, data, lambda i: OPS.dequantize_rows_fp8(*qs[i % sets], torch.bfloat16))  # noqa: B023
         if peers and n == 8192:
             compiled = torch.compile(peers_of.quantize)
@@ -271,6 +331,7 @@ def main() -> int:
         ("soft_target", lambda: soft_target(bench, rows, vd, peers)),
         ("soft_target, other widths", lambda: [soft_target(bench, [n], v, False) for n, v in ((32768, 8192), (2048, 163840))]),
         ("online", lambda: online(bench, rows, 16384, peers)),
+        ("online, a full vocabulary", lambda: online_whole(bench, 4096, 163840, 16384)),
         ("drafter_input", lambda: [drafter_input(bench, rows, hidden, 163840, peers) for hidden in (4096, 7168)]),
         ("fp8", lambda: [fp8_rows(bench, rows, hidden, peers) for hidden in (4096, 7168)]),
         ("decode", lambda: decode_ops(bench, [1, 32] if args.quick else [1, 4, 16, 64], vd, peers)),
@@ -285,8 +346,8 @@ def main() -> int:
         torch.cuda.empty_cache()
     winners = bench.winners()
     for row in winners:
-        unit, value = ("ms", row["ms"]) if "ms" in row else ("us", row["graph_us"])
-        share = f"{row['of_copy']:6.1%} of copy" if row["of_copy"] is not None else ""
+        unit, value = ("ms", row["row_ms"]) if "row_ms" in row else ("us", row["graph_us"])
+        share = f"{row['row_of_copy']:6.1%} of copy" if "row_of_copy" in row else ""
         print(f"fastest: {row['op']:28} {row['size']:16} {value:8.4f} {unit} {row['best']:36} (usual {row['usual']:8.4f}) {share}")
     ours = [row for row in bench.rows if row.get("size") == f"[8192, {vd}]" and row["op"] == "1 soft_target, in place"]
     if args.report:

@@ -115,6 +115,8 @@ def drafter_input(ids: Tensor, table: Tensor, state: Tensor, embed_weight: Tenso
 def draft_topk(logits: Tensor, d2t: Tensor | None, k: int) -> None:
     """Inputs of draft_topk."""
     matrix("logits", logits)
+    if not isinstance(k, int):
+        raise ValueError(f"k is a {type(k).__name__}; it must be an int, as in draft_topk(logits, k, d2t)")
     if not 1 <= k <= min(MAX_TOPK, logits.shape[1]):
         raise ValueError(f"k = {k} must be 1 to {min(MAX_TOPK, logits.shape[1])} (at most {MAX_TOPK}, at most the {logits.shape[1]} columns of logits)")
     if d2t is not None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 PATH = Path(__file__).resolve().parent / "build" / "libaerie_drafter.so"
-ABI = 4  # AERIE_ABI of src/aerie_drafter.h
+ABI = 5  # AERIE_ABI of src/aerie_drafter.h
 
 P, I, L, F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 SIGNATURES: dict[str, list] = {
@@ -37,17 +37,12 @@ SIGNATURES: dict[str, list] = {
 
 # Ops with several kernels, in the order of the header's numbers, and the kernels by number. The usual choice goes by size; for the others a number is 0.
 VARIANTS: dict[str, list[str]] = {
-    "soft_target": [
-        "128 x 1", "128 x 2", "128 x 4", "128 x 8", "two passes", "128 x 1, 4 groups", "128 x 2, 4 groups", "128 x 4, 4 groups", "128 x 8, 4 groups",
-        "128 x 2, 2 groups", "128 x 8, 8 groups", "256 x 8, 4 groups",
-    ],  # threads x blocks a row
-    "online": ["128 threads, 4 loads", "256 threads, 4 loads", "256 threads, 2 loads", "128 threads, 8 loads"],
-    "drafter_input": ["a block a row", "persistent"],
-    "drafter_input_backward": ["two rows ahead", "two rows, second kernel early", "three rows, early", "three rows, early, weights held"],
-    "quantize": ["128 threads a row", "persistent", "64 threads", "256 threads"],
-    "dequantize": ["128 threads a row", "256 threads", "64 threads", "two rows a block"],
-    "topk": ["pulled", "pushed, 256 threads", "pushed, 512 threads"],  # k = 1
-}  # fmt: skip
+    "soft_target": ["128 x 1", "128 x 2", "128 x 4", "128 x 8", "two passes"],  # threads x blocks a row
+    "online": ["128 threads, 4 loads", "256 threads, 2 loads"],
+    "drafter_input_backward": ["two rows in flight", "three rows"],
+    "dequantize": ["128 threads a row", "256 threads"],
+    "topk": ["pulled", "pushed"],  # k = 1
+}
 PREFER = 100  # AERIE_PREFER
 
 

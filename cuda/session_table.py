@@ -26,7 +26,7 @@ def mark(good: bool) -> str:
 
 
 def ops_lines(report: dict[str, Any]) -> list[str]:
-    """A line an op and size: the usual kernel and the fastest; then decode and the other packages."""
+    """A line an op and size: the usual kernel alone and in a row, a copy of its size both ways, the fastest by number; decode; the other packages without a mark."""
     rows, lines = report.get("rows", []), []
     fastest = {(row["op"], row["size"]): row for row in report.get("fastest", [])}
     if rows:
@@ -37,10 +37,15 @@ def ops_lines(report: dict[str, Any]) -> list[str]:
             floor = row["floor"]["graph_us"]
             better = f", fastest {best['graph_us']:.2f} ({best['best']})" if best else ""
             lines.append(f"{mark(min(row['graph_us'], best['graph_us'] if best else 1e9) <= LAUNCH * floor)} {key[0]:40} {key[1]:16} {row['graph_us']:6.2f} us, an empty one {floor:.2f}{better}")
-        elif best:
-            lines.append(f"{mark(best['of_copy'] >= SHARE)} {key[0]:28} {key[1]:16} {row['ms']:8.4f} ms {row['of_copy']:6.1%}; fastest {best['ms']:8.4f} ms {best['of_copy']:6.1%} ({best['best']})")
+        elif "row_ms" in row:
+            better = f"; fastest {best['row_ms']:8.4f} ({best['best']})" if best else ""
+            good = max(row["of_copy"], row["row_of_copy"]) >= SHARE
+            lines.append(
+                f"{mark(good)} {key[0]:28} {key[1]:16} {row['ms']:8.4f} ms {row['of_copy']:6.1%}, in a row {row['row_ms']:8.4f} ms {row['row_of_copy']:6.1%};"
+                f" a copy {row['copy_ms']:8.4f}, in a row {row['copy_row_ms']:8.4f}{better}"
+            )
         else:
-            lines.append(f"     {key[0]:45} {key[1]:16} {row['ms']:8.4f} ms {row['of_copy']:6.1%}")
+            lines.append(f"     {key[0]:28} {key[1]:16} {row['ms']:8.4f} ms {row['of_copy']:6.1%}")
     return lines
 
 

@@ -396,6 +396,8 @@ def test_draft_topk_refuses_and_takes_nan_first(device):
     for k in (0, 33, 41):
         with pytest.raises(ValueError, match=f"k = {k} must be 1 to 32"):
             ops.draft_topk(logits, k)
+    with pytest.raises(ValueError, match="k is a Tensor; it must be an int"):
+        ops.draft_topk(logits, torch.zeros(40, dtype=torch.int64, device=device), 2)  # arguments in the other order
     with pytest.raises(ValueError, match="d2t has the shape"):
         ops.draft_topk(logits, 2, torch.zeros(3, dtype=torch.int64, device=device))
     logits[1, 7] = torch.nan
@@ -466,13 +468,16 @@ def test_graph_replay_cuda():
     """Every op inside one CUDA graph; the replay sees new inputs."""
     draft, target, top, lse = make(8, 32000, "cuda")
     table, state, weight = torch.randn(40, 4096, device="cuda").bfloat16(), torch.randn(8, 4096, device="cuda").bfloat16(), torch.ones(4096, device="cuda").bfloat16()
-    ids = torch.randint(0, 40, (8,), device="cuda")
+    ids, online = torch.randint(0, 40, (8,), device="cuda"), ops.OnlineTarget(8, "cuda")
 
     def work():
         soft = torch.ops.aerie.soft_target_ce(draft, target, lse, top, None, None, False, True)
         pair = ops.drafter_input(ids, table, state, weight, weight)
+        back = torch.ops.aerie.drafter_input_backward(pair, ids, table, state, weight, weight, 1e-5, True)  # its second kernel is launched early
         q, scale = ops.quantize_rows_fp8(state)
-        return soft[0], soft[4], pair, ops.draft_topk(draft, 8)[1], ops.dequantize_rows_fp8(q, scale)
+        online.maximum.fill_(-torch.inf), online.total.zero_(), online.argmax.fill_(-1)
+        online.update(target, 0)
+        return soft[0], soft[4], pair, *back, online.lse, online.argmax.clone(), ops.draft_topk(draft, 8)[1], ops.dequantize_rows_fp8(q, scale)
 
     work()
     graph = torch.cuda.CUDAGraph()
@@ -502,7 +507,7 @@ def test_fake_kernels_match():
 
 
 @gpu
-@pytest.mark.parametrize("op", ["online", "drafter_input", "drafter_input_backward", "quantize", "dequantize", "topk"])
+@pytest.mark.parametrize("op", ["online", "drafter_input_backward", "dequantize", "topk"])
 def test_every_variant_cuda(op):
     """The kernels that are not the usual choice: the same function on sizes that several of them share, rows enough for persistent blocks to go round."""
     if op == "topk":
@@ -515,7 +520,7 @@ def test_every_variant_cuda(op):
                 want = reference.draft_topk(x, d2t, 1)
                 for number in range(len(VARIANTS[op])):
                     with chosen(op, number):
-                        got = ops.draft_topk(x, d2t, 1)
+                        got = ops.draft_topk(x, 1, d2t)
                     assert torch.equal(got[1], want[1]), (number, n, v, dtype)
                     same(got[0], want[0], 1e-4, 1e-4)
         return
@@ -532,30 +537,22 @@ def test_every_variant_cuda(op):
                 for start in range(0, h, 40):
                     o.online_update_(x[:, start : start + 40], start, found.maximum, found.total, found.argmax)
                 return [found.maximum, found.lse, found.argmax]
-            if op == "drafter_input":
-                return [o.drafter_input(ids, table, x, *weights, 1e-5)]
             if op == "drafter_input_backward":
                 return list(o.drafter_input_backward(grad, ids, table, x, *weights, 1e-5, True))
-            if op == "quantize":
-                return list(o.quantize_rows_fp8(x))
             return [o.dequantize_rows_fp8(rows, scale, torch.bfloat16)]
 
         class Reference:
             online_update_ = staticmethod(reference.online_update)
-            drafter_input, drafter_input_backward = staticmethod(reference.drafter_input), staticmethod(reference.drafter_input_backward)
-            quantize_rows_fp8, dequantize_rows_fp8 = staticmethod(reference.quantize_rows_fp8), staticmethod(reference.dequantize_rows_fp8)
+            drafter_input_backward = staticmethod(reference.drafter_input_backward)
+            dequantize_rows_fp8 = staticmethod(reference.dequantize_rows_fp8)
 
         want = run(Reference)
         for number in range(len(VARIANTS[op])):
             with chosen(op, number):
-                if op == "drafter_input_backward" and number == 3 and h > 4096:  # the weights do not fit into registers
-                    with pytest.raises(RuntimeError, match="invalid argument"):
-                        run(ops.OPS)
-                    continue
                 got = run(ops.OPS)
             for one, other in zip(got, want):
-                if op in ("quantize", "dequantize") or one.dtype == torch.int64:
-                    assert torch.equal(one.view(torch.uint8) if one.dtype == torch.float8_e4m3fn else one, other.view(torch.uint8) if other.dtype == torch.float8_e4m3fn else other), (number, n, h)
+                if op == "dequantize" or one.dtype == torch.int64:
+                    assert torch.equal(one, other), (number, n, h)
                 elif one.dim() == 1 and op == "drafter_input_backward":  # sums over rows
                     assert (one - other).norm() <= 1e-4 * other.norm(), (number, n, h)
                 else:
@@ -569,7 +566,7 @@ def test_a_variant_that_is_none_is_refused(monkeypatch):
             return int(number >= len(list(VARIANTS.values())[op]))
 
     monkeypatch.setattr("op_library.load", lambda: Library)
-    with pytest.raises(ValueError, match="topk has no kernel of number 3; it has 0 to 2"), chosen("topk", 3):
+    with pytest.raises(ValueError, match="topk has no kernel of number 2; it has 0 to 1"), chosen("topk", 2):
         pass
-    with chosen("topk", 2):
+    with chosen("topk", 1):
         pass

@@ -81,58 +81,6 @@ __global__ void __launch_bounds__(THREADS) drafter_input_forward(Inputs in, __nv
     }
 }
 
-// The same by persistent blocks: the next row is asked for before this one is worked on, so that loads and stores overlap within a block.
-template <int THREADS, int CH>
-__global__ void __launch_bounds__(THREADS) drafter_input_forward_persistent(Inputs in, __nv_bfloat16* out) {
-    __shared__ float partial[2][THREADS / 32];  // two copies: a fast warp may be a row ahead
-    const int tid = threadIdx.x, side = blockIdx.y, vectors = in.h / 8;
-    const int64_t step = gridDim.x;
-    auto load = [&](const __nv_bfloat16* x, uint4 v[CH]) {
-#pragma unroll
-        for (int c = 0; c < CH; c++) {
-            const int at = c * THREADS + tid;
-            const uint4* from = reinterpret_cast<const uint4*>(x) + at;
-            v[c] = x && at < vectors ? (side ? load_stream(from) : __ldg(from)) : uint4{0, 0, 0, 0};
-        }
-    };
-    int64_t row = blockIdx.x;
-    const __nv_bfloat16* x = row < in.n ? source(in, row, side) : nullptr;
-    const __nv_bfloat16* next_x = row + step < in.n ? source(in, row + step, side) : nullptr;
-    uint4 v[CH];
-    load(x, v);
-    for (int turn = 0; row < in.n; row += step, turn ^= 1) {
-        uint4 next[CH];
-        load(next_x, next);
-        const __nv_bfloat16* after = row + 2 * step < in.n ? source(in, row + 2 * step, side) : nullptr;
-        float sum = 0.f;
-#pragma unroll
-        for (int c = 0; c < CH; c++) {
-            float e[8];
-            unpack8(v[c], e);
-#pragma unroll
-            for (int j = 0; j < 8; j++) sum = fmaf(e[j], e[j], sum);
-        }
-        sum = block_sum<THREADS>(sum, partial[turn]);
-        const float rstd = x ? rsqrtf(sum / in.h + in.eps) : NAN;
-        uint4* to = reinterpret_cast<uint4*>(out + row * 2 * in.h + side * in.h);
-#pragma unroll
-        for (int c = 0; c < CH; c++) {
-            const int at = c * THREADS + tid;
-            if (at < vectors) {
-                float e[8], w[8];
-                unpack8(v[c], e);
-                weights8(in, side, at, w);
-#pragma unroll
-                for (int j = 0; j < 8; j++) e[j] = e[j] * rstd * w[j];
-                __stcs(to + at, uint4{pack(e[0], e[1]), pack(e[2], e[3]), pack(e[4], e[5]), pack(e[6], e[7])});
-            }
-            v[c] = next[c];
-        }
-        x = next_x;
-        next_x = after;
-    }
-}
-
 __global__ void __launch_bounds__(256) drafter_input_forward_any(Inputs in, __nv_bfloat16* out) {  // any width and alignment, read twice
     __shared__ float partial[8];
     const int tid = threadIdx.x, side = blockIdx.y;
@@ -152,9 +100,8 @@ __device__ __forceinline__ void wait_group() {
 }
 
 // dx = rstd * (g * w - xhat * mean(g * w * xhat)), dw = sum over rows of g * xhat, with xhat = x * rstd. Shared memory holds STAGES rows of x and g: while one is
-// worked on the next ones are on their way. A thread copies and reads only its own columns, so only the two sums of a row need a barrier. HELD: the norms'
-// weights stay in registers over the rows.
-template <int THREADS, int CH, int PER_SM, int STAGES, bool HELD>
+// worked on the next ones are on their way. A thread copies and reads only its own columns, so only the two sums of a row need a barrier.
+template <int THREADS, int CH, int PER_SM, int STAGES>
 __global__ void __launch_bounds__(THREADS, PER_SM) drafter_input_backward(Inputs in, const __nv_bfloat16* grad, int64_t grad_stride, __nv_bfloat16* d_rows,
                                                                           __nv_bfloat16* d_state, float* sums) {
     constexpr int WARPS = THREADS / 32;
@@ -184,18 +131,6 @@ __global__ void __launch_bounds__(THREADS, PER_SM) drafter_input_backward(Inputs
     for (int s = 0; s < STAGES; s++) sources[s] = row_source(row + s * step);
 #pragma unroll
     for (int s = 0; s < STAGES - 1; s++) request(s, row + s * step, sources[s]);
-    float held[HELD ? CH : 1][8];
-    if (HELD) {
-#pragma unroll
-        for (int c = 0; c < CH; c++)
-            if (c * THREADS + tid < vectors) weights8(in, side, c * THREADS + tid, held[c]);
-    }
-    auto weights_at = [&](int c, int at, float w[8]) {
-        if (!HELD) weights8(in, side, at, w);
-        else
-#pragma unroll
-            for (int j = 0; j < 8; j++) w[j] = held[HELD ? c : 0][j];
-    };
     for (; row < n; row += step, stage = stage + 1 == STAGES ? 0 : stage + 1, turn ^= 1) {
         request(stage == 0 ? STAGES - 1 : stage - 1, row + (STAGES - 1) * step, sources[STAGES - 1]);
         const __nv_bfloat16 *x = sources[0], *after = row_source(row + STAGES * step);  // an id read now is there when it is needed
@@ -208,7 +143,7 @@ __global__ void __launch_bounds__(THREADS, PER_SM) drafter_input_backward(Inputs
             float e[8], g[8], w[8];
             unpack8(slot(stage, 0, c), e);
             unpack8(slot(stage, 1, c), g);
-            weights_at(c, at, w);
+            weights8(in, side, at, w);
 #pragma unroll
             for (int j = 0; j < 8; j++) {
                 square = fmaf(e[j], e[j], square);
@@ -236,7 +171,7 @@ __global__ void __launch_bounds__(THREADS, PER_SM) drafter_input_backward(Inputs
 #pragma unroll
             for (int j = 0; j < 8; j++) dw[c][j] = fmaf(g[j], e[j] * rstd, dw[c][j]);
             if (!d_x) continue;
-            weights_at(c, at, w);
+            weights8(in, side, at, w);
 #pragma unroll
             for (int j = 0; j < 8; j++) e[j] = rstd * fmaf(g[j], w[j], -e[j] * pull);
             __stcs(reinterpret_cast<uint4*>(d_x + (int64_t)row * in.h) + at, uint4{pack(e[0], e[1]), pack(e[2], e[3]), pack(e[4], e[5]), pack(e[6], e[7])});
@@ -259,7 +194,7 @@ __global__ void __launch_bounds__(THREADS, PER_SM) drafter_input_backward(Inputs
 // sums [blocks, 2, h] -> the two weight gradients. 32 columns a block, 16 threads a column.
 __global__ void __launch_bounds__(512) add_weight_sums(const float* sums, int blocks, int h, void* d_embed_weight, void* d_state_weight, bool weights32) {
     __shared__ float partial[16][33];
-    cudaGridDependencySynchronize();  // where it was launched early: all sums are there behind this
+    cudaGridDependencySynchronize();  // launched early: all sums are there behind this
     const int lane = threadIdx.x % 32, group = threadIdx.x / 32, column = blockIdx.x * 32 + lane;  // of 2 h
     float sum = 0.f;
 #pragma unroll 4
@@ -275,11 +210,11 @@ __global__ void __launch_bounds__(512) add_weight_sums(const float* sums, int bl
     else static_cast<__nv_bfloat16*>(to)[at] = __float2bfloat16(sum);
 }
 
-template <int THREADS, int CH, int PER_SM, int STAGES, bool HELD>
+template <int THREADS, int CH, int PER_SM, int STAGES>
 int launch_backward(const Inputs& in, const __nv_bfloat16* grad, int64_t grad_stride, __nv_bfloat16* d_rows, __nv_bfloat16* d_state, float* sums, int blocks,
                     cudaStream_t stream) {
     constexpr int BYTES = 2 * STAGES * CH * THREADS * 16;
-    const auto kernel = drafter_input_backward<THREADS, CH, PER_SM, STAGES, HELD>;
+    const auto kernel = drafter_input_backward<THREADS, CH, PER_SM, STAGES>;
     if (const cudaError_t code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES)) return code;
     kernel<<<2 * blocks, THREADS, BYTES, stream>>>(in, grad, grad_stride, d_rows, d_state, sums);
     return cudaGetLastError();
@@ -311,32 +246,18 @@ __global__ void __launch_bounds__(256) drafter_input_backward_any(Inputs in, con
     }
 }
 
-// Backward by number: two rows in shared memory; with the second kernel launched early; three rows; three rows and the weights in registers.
-constexpr int backward_stages(int variant) { return variant >= 2 ? 3 : 2; }
-
+// Backward by number: two or three rows of a block in shared memory.
 int pick_backward(int64_t h, bool vector) {
-    return pick(AERIE_INPUT_BACKWARD, 0, [&](int variant) { return vector && (variant < 2 || h <= (variant == 3 ? 4096 : 7168)); });  // wider, the weights do not fit into registers
-}
-
-template <int THREADS, int CH>
-int launch_forward_persistent(const Inputs& in, __nv_bfloat16* out, cudaStream_t stream) {
-    const auto kernel = drafter_input_forward_persistent<THREADS, CH>;
-    int per_sm = 0;
-    if (const cudaError_t code = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel, THREADS, 0)) return code;
-    const int64_t fill = (int64_t)per_sm * multiprocessors() / 2;
-    kernel<<<dim3((unsigned)(in.n < fill ? in.n : fill), 2), THREADS, 0, stream>>>(in, out);
-    return cudaGetLastError();
+    return pick(AERIE_INPUT_BACKWARD, vector && h <= 4096 ? 1 : 0, [&](int variant) { return variant == 0 || (vector && h <= 7168); });
 }
 
 int prepare_drafter_input() {
     cudaFuncAttributes info;
     const void* kernels[] = {(const void*)drafter_input_forward<64, 4>, (const void*)drafter_input_forward<128, 4>, (const void*)drafter_input_forward<128, 7>,
-                             (const void*)drafter_input_forward<256, 8>, (const void*)drafter_input_forward_any, (const void*)drafter_input_forward_persistent<128, 4>,
-                             (const void*)drafter_input_forward_persistent<256, 4>,
-                             (const void*)drafter_input_backward<256, 2, 3, 2, false>, (const void*)drafter_input_backward<256, 2, 3, 3, false>,
-                             (const void*)drafter_input_backward<256, 2, 3, 3, true>, (const void*)drafter_input_backward<448, 2, 2, 2, false>,
-                             (const void*)drafter_input_backward<448, 2, 2, 3, false>, (const void*)drafter_input_backward<384, 4, 1, 2, false>,
-                             (const void*)drafter_input_backward_any, (const void*)add_weight_sums};
+                             (const void*)drafter_input_forward<256, 8>, (const void*)drafter_input_forward_any,
+                             (const void*)drafter_input_backward<256, 2, 3, 2>, (const void*)drafter_input_backward<256, 2, 3, 3>,
+                             (const void*)drafter_input_backward<448, 2, 2, 2>, (const void*)drafter_input_backward<448, 2, 2, 3>,
+                             (const void*)drafter_input_backward<384, 4, 1, 2>, (const void*)drafter_input_backward_any, (const void*)add_weight_sums};
     for (const void* kernel : kernels)
         if (const cudaError_t code = cudaFuncGetAttributes(&info, kernel)) return code;
     return 0;
@@ -356,9 +277,6 @@ extern "C" int aerie_drafter_input(const void* ids, int ids64, const void* table
                     weights32 != 0, n, (int)h, eps, vector};
     const dim3 blocks((unsigned)n, 2);
     auto* to = (__nv_bfloat16*)out;
-    const int variant = pick(AERIE_INPUT, 0, [&](int number) { return number == 0 || (vector && h <= 8192); });
-    if (variant < 0) return cudaErrorInvalidValue;
-    if (variant == 1) return h <= 4096 ? launch_forward_persistent<128, 4>(in, to, stream) : launch_forward_persistent<256, 4>(in, to, stream);
     if (vector && h <= 2048) drafter_input_forward<64, 4><<<blocks, 64, 0, stream>>>(in, to);
     else if (vector && h <= 4096) drafter_input_forward<128, 4><<<blocks, 128, 0, stream>>>(in, to);
     else if (vector && h <= 7168) drafter_input_forward<128, 7><<<blocks, 128, 0, stream>>>(in, to);
@@ -372,7 +290,7 @@ extern "C" int aerie_backward_blocks(int64_t h) {
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
     const int wanted = h <= 4096 ? 3 : h <= 7168 ? 2 : 1;  // as the launch below
-    const int variant = aerie::pick_backward(h, true), stages = aerie::backward_stages(variant < 0 ? 0 : variant);
+    const int stages = aerie::pick_backward(h, true) == 1 ? 3 : 2;
     const int bytes = (h <= 4096 ? 2 * 256 : h <= 7168 ? 2 * 448 : 4 * 384) * stages * 32 + 2048;
     const int per_sm = shared / bytes < wanted ? shared / bytes : wanted, blocks = aerie::multiprocessors() * per_sm / 2;
     return blocks > 0 ? blocks : 1;
@@ -393,12 +311,11 @@ extern "C" int aerie_drafter_input_backward(const void* grad, int64_t grad_strid
     const int variant = pick_backward(h, vector);
     if (variant < 0) return cudaErrorInvalidValue;
     int code;
-    if (vector && h <= 4096 && variant == 3) code = launch_backward<256, 2, 3, 3, true>(in, g, grad_stride, rows, d, sums, blocks, stream);
-    else if (vector && h <= 4096 && variant == 2) code = launch_backward<256, 2, 3, 3, false>(in, g, grad_stride, rows, d, sums, blocks, stream);
-    else if (vector && h <= 4096) code = launch_backward<256, 2, 3, 2, false>(in, g, grad_stride, rows, d, sums, blocks, stream);
-    else if (vector && h <= 7168 && variant == 2) code = launch_backward<448, 2, 2, 3, false>(in, g, grad_stride, rows, d, sums, blocks, stream);
-    else if (vector && h <= 7168) code = launch_backward<448, 2, 2, 2, false>(in, g, grad_stride, rows, d, sums, blocks, stream);
-    else if (vector && h <= 12288) code = launch_backward<384, 4, 1, 2, false>(in, g, grad_stride, rows, d, sums, blocks, stream);
+    if (vector && h <= 4096 && variant == 1) code = launch_backward<256, 2, 3, 3>(in, g, grad_stride, rows, d, sums, blocks, stream);
+    else if (vector && h <= 4096) code = launch_backward<256, 2, 3, 2>(in, g, grad_stride, rows, d, sums, blocks, stream);
+    else if (vector && h <= 7168 && variant == 1) code = launch_backward<448, 2, 2, 3>(in, g, grad_stride, rows, d, sums, blocks, stream);
+    else if (vector && h <= 7168) code = launch_backward<448, 2, 2, 2>(in, g, grad_stride, rows, d, sums, blocks, stream);
+    else if (vector && h <= 12288) code = launch_backward<384, 4, 1, 2>(in, g, grad_stride, rows, d, sums, blocks, stream);
     else {
         drafter_input_backward_any<<<2 * blocks, 256, 0, stream>>>(in, g, grad_stride, rows, d, sums);
         code = cudaGetLastError();
@@ -412,6 +329,6 @@ extern "C" int aerie_drafter_input_backward(const void* grad, int64_t grad_strid
     config.blockDim = {512, 1, 1};
     config.stream = stream;
     config.attrs = &early;
-    config.numAttrs = variant > 0 && vector && h <= 12288 ? 1 : 0;
+    config.numAttrs = vector && h <= 12288 ? 1 : 0;  // the other kernel does not say that it is nearly done
     return cudaLaunchKernelEx(&config, add_weight_sums, (const float*)sums, blocks, (int)h, d_embed_weight, d_state_weight, weights32 != 0);
 }

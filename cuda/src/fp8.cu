@@ -58,44 +58,6 @@ __global__ void __launch_bounds__(THREADS) quantize_rows(const __nv_bfloat16* x,
         out[i] = finite ? (uint8_t)__nv_cvt_float_to_fp8(one(row + i) * inverse, __NV_SATFINITE, __NV_E4M3) : 0;
 }
 
-// The same by persistent blocks for rows on 16 bytes: the next row is asked for before this one is worked on.
-template <int THREADS, int CH>
-__global__ void __launch_bounds__(THREADS) quantize_rows_persistent(const __nv_bfloat16* x, int64_t stride, int64_t n, int h, uint8_t* q, float* scale) {
-    constexpr int WARPS = THREADS / 32;
-    __shared__ uint32_t partial[2][WARPS];  // two copies: a fast warp may be a row ahead
-    const int tid = threadIdx.x, vectors = h / 8;
-    auto load = [&](int64_t row, uint4 v[CH]) {
-        const uint4* body = reinterpret_cast<const uint4*>(x + row * stride);
-#pragma unroll
-        for (int c = 0; c < CH; c++) v[c] = row < n && c * THREADS + tid < vectors ? load_stream(body + c * THREADS + tid) : uint4{0, 0, 0, 0};
-    };
-    uint4 v[CH];
-    int64_t row = blockIdx.x;
-    load(row, v);
-    for (int turn = 0; row < n; row += gridDim.x, turn ^= 1) {
-        uint4 next[CH];
-        load(row + gridDim.x, next);
-        uint32_t best = 0;
-#pragma unroll
-        for (int c = 0; c < CH; c++) best = abs_max2(abs_max2(abs_max2(abs_max2(best, v[c].x), v[c].y), v[c].z), v[c].w);
-        uint32_t bits = __reduce_max_sync(~0u, max(best & 0xFFFFu, best >> 16));
-        if (tid % 32 == 0) partial[turn][tid / 32] = bits;
-        __syncthreads();
-        bits = __reduce_max_sync(~0u, partial[turn][tid % WARPS]);
-        const bool finite = bits < 0x7F80u;
-        const float floored = fmaxf(__uint_as_float(bits << 16), FP8_TINY), inverse = finite ? __fdiv_rn(FP8_MAX, floored) : 0.f;
-        if (tid == 0) scale[row] = finite ? __fdiv_rn(floored, FP8_MAX) : NAN;
-        uint2* out = reinterpret_cast<uint2*>(q + row * h);
-#pragma unroll
-        for (int c = 0; c < CH; c++) {
-            uint2 r{0, 0};
-            if (finite) r = {quantize4(v[c].x, v[c].y, inverse), quantize4(v[c].z, v[c].w, inverse)};
-            if (c * THREADS + tid < vectors) __stcs(out + c * THREADS + tid, r);
-            v[c] = next[c];
-        }
-    }
-}
-
 __device__ __forceinline__ float2 to_floats(uint32_t pair) {
     const __half2_raw half = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)pair, __NV_E4M3);
     return __half22float2(__half2(half));
@@ -127,50 +89,11 @@ __global__ void __launch_bounds__(THREADS) dequantize_rows(const uint8_t* q, int
     for (int i = vectors * 8 + tid; i < h; i += THREADS) to[i] = __float2bfloat16(to_floats(row[i]).x * factor);
 }
 
-// Two rows a block, both asked for at once; up to THREADS * CH * 8 wide, everything on 16 bytes.
-template <int THREADS, int CH>
-__global__ void __launch_bounds__(THREADS) dequantize_pairs(const uint8_t* q, int64_t stride, const float* scale, int64_t n, int h, __nv_bfloat16* out) {
-    const int tid = threadIdx.x, vectors = h / 8;
-    const int64_t first = 2 * (int64_t)blockIdx.x;
-    uint2 v[2][CH];
-    float factor[2];
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        if (first + r >= n) break;
-        const uint2* body = reinterpret_cast<const uint2*>(q + (first + r) * stride);
-        factor[r] = scale[first + r];
-#pragma unroll
-        for (int c = 0; c < CH; c++)
-            if (c * THREADS + tid < vectors) v[r][c] = __ldcs(body + c * THREADS + tid);
-    }
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        if (first + r >= n) break;
-        uint4* to = reinterpret_cast<uint4*>(out + (first + r) * h);
-#pragma unroll
-        for (int c = 0; c < CH; c++)
-            if (c * THREADS + tid < vectors) __stcs(to + c * THREADS + tid, dequantize8(v[r][c], factor[r]));
-    }
-}
-
-template <int THREADS, int CH>
-int launch_quantize_persistent(const __nv_bfloat16* x, int64_t stride, int64_t n, int h, uint8_t* q, float* scale, cudaStream_t stream) {
-    const auto kernel = quantize_rows_persistent<THREADS, CH>;
-    int per_sm = 0;
-    if (const cudaError_t code = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel, THREADS, 0)) return code;
-    const int64_t fill = (int64_t)per_sm * multiprocessors();
-    kernel<<<(unsigned)(n < fill ? n : fill), THREADS, 0, stream>>>(x, stride, n, h, q, scale);
-    return cudaGetLastError();
-}
-
 int prepare_fp8() {
     cudaFuncAttributes info;
     const void* kernels[] = {(const void*)quantize_rows<32, 4>, (const void*)quantize_rows<128, 4>, (const void*)quantize_rows<128, 7>,
-                             (const void*)quantize_rows<256, 8>, (const void*)quantize_rows<64, 8>, (const void*)quantize_rows<64, 14>,
-                             (const void*)quantize_rows<256, 2>, (const void*)quantize_rows<256, 4>, (const void*)quantize_rows_persistent<128, 4>,
-                             (const void*)quantize_rows_persistent<256, 4>, (const void*)dequantize_rows<128, 4>, (const void*)dequantize_rows<128, 7>,
-                             (const void*)dequantize_rows<256, 2>, (const void*)dequantize_rows<256, 4>, (const void*)dequantize_rows<64, 8>,
-                             (const void*)dequantize_rows<64, 14>, (const void*)dequantize_pairs<128, 4>, (const void*)dequantize_pairs<128, 7>};
+                             (const void*)quantize_rows<256, 8>, (const void*)dequantize_rows<128, 4>, (const void*)dequantize_rows<128, 7>,
+                             (const void*)dequantize_rows<256, 2>, (const void*)dequantize_rows<256, 4>};
     for (const void* kernel : kernels)
         if (const cudaError_t code = cudaFuncGetAttributes(&info, kernel)) return code;
     return 0;
@@ -186,17 +109,7 @@ extern "C" int aerie_quantize_rows_fp8(const void* x, int64_t stride, int64_t n,
     const auto* in = (const __nv_bfloat16*)x;
     auto* out = (uint8_t*)q;
     const unsigned blocks = (unsigned)n;
-    // by number: a block of 128 a row (as chosen below); persistent blocks; blocks of 64; blocks of 256
-    const int variant = pick(AERIE_QUANTIZE, 0, [&](int number) { return number == 0 || (vector && h <= 7168); });
-    if (variant < 0) return cudaErrorInvalidValue;
-    if (variant == 1)
-        return h <= 4096 ? launch_quantize_persistent<128, 4>(in, stride, n, (int)h, out, scale, stream)
-                         : launch_quantize_persistent<256, 4>(in, stride, n, (int)h, out, scale, stream);
-    if (variant == 2 && h <= 4096) quantize_rows<64, 8><<<blocks, 64, 0, stream>>>(in, stride, (int)h, out, scale, vector);
-    else if (variant == 2) quantize_rows<64, 14><<<blocks, 64, 0, stream>>>(in, stride, (int)h, out, scale, vector);
-    else if (variant == 3 && h <= 4096) quantize_rows<256, 2><<<blocks, 256, 0, stream>>>(in, stride, (int)h, out, scale, vector);
-    else if (variant == 3) quantize_rows<256, 4><<<blocks, 256, 0, stream>>>(in, stride, (int)h, out, scale, vector);
-    else if (vector && h <= 1024) quantize_rows<32, 4><<<blocks, 32, 0, stream>>>(in, stride, (int)h, out, scale, vector);
+    if (vector && h <= 1024) quantize_rows<32, 4><<<blocks, 32, 0, stream>>>(in, stride, (int)h, out, scale, vector);
     else if (vector && h <= 4096) quantize_rows<128, 4><<<blocks, 128, 0, stream>>>(in, stride, (int)h, out, scale, vector);
     else if (vector && h <= 7168) quantize_rows<128, 7><<<blocks, 128, 0, stream>>>(in, stride, (int)h, out, scale, vector);
     else quantize_rows<256, 8><<<blocks, 256, 0, stream>>>(in, stride, (int)h, out, scale, vector);
@@ -207,20 +120,10 @@ extern "C" int aerie_dequantize_rows_fp8(const void* q, int64_t stride, const fl
     if (n == 0 || h == 0) return 0;
     if (n > INT32_MAX || h > INT32_MAX / 2) return cudaErrorInvalidValue;
     const bool vector = h % 8 == 0 && reinterpret_cast<uintptr_t>(q) % 8 == 0 && stride % 8 == 0 && reinterpret_cast<uintptr_t>(out) % 16 == 0;
-    // by number: a block of 128 a row; blocks of 256; blocks of 64; two rows a block of 128
-    const int variant = aerie::pick(AERIE_DEQUANTIZE, 0, [&](int number) { return number < 3 || (vector && h <= 7168); });
-    if (variant < 0) return cudaErrorInvalidValue;
-    const auto* in = (const uint8_t*)q;
-    auto* to = (__nv_bfloat16*)out;
-    if (variant == 3) {
-        const auto kernel = h <= 4096 ? aerie::dequantize_pairs<128, 4> : aerie::dequantize_pairs<128, 7>;
-        kernel<<<(unsigned)((n + 1) / 2), 128, 0, stream>>>(in, stride, scale, n, (int)h, to);
-        return cudaGetLastError();
-    }
     const bool narrow = h <= 4096;
-    const auto kernel = variant == 1 ? (narrow ? aerie::dequantize_rows<256, 2> : aerie::dequantize_rows<256, 4>)
-                        : variant == 2 ? (narrow ? aerie::dequantize_rows<64, 8> : aerie::dequantize_rows<64, 14>)
-                                       : (narrow ? aerie::dequantize_rows<128, 4> : aerie::dequantize_rows<128, 7>);
-    kernel<<<(unsigned)n, variant == 1 ? 256 : variant == 2 ? 64 : 128, 0, stream>>>(in, stride, scale, (int)h, to, vector);
+    const int variant = aerie::pick(AERIE_DEQUANTIZE, narrow ? 0 : 1, [](int) { return true; });  // by number: 128 or 256 threads a row
+    const auto kernel = variant == 0 ? (narrow ? aerie::dequantize_rows<128, 4> : aerie::dequantize_rows<128, 7>)
+                                     : (narrow ? aerie::dequantize_rows<256, 2> : aerie::dequantize_rows<256, 4>);
+    kernel<<<(unsigned)n, variant == 0 ? 128 : 256, 0, stream>>>((const uint8_t*)q, stride, scale, (int)h, (__nv_bfloat16*)out, vector);
     return cudaGetLastError();
 }

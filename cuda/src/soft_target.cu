@@ -4,8 +4,6 @@
 // more than the 99 KB that a block of SM120 has. So a cluster of blocks shares a row, each keeps its part of both rows in shared memory, and they exchange their
 // sums through distributed shared memory. The loop over rows is persistent and pipelined: as soon as the second look has used 8 columns, it asks for the same
 // columns of the next row (cp.async), so loads, arithmetic and stores overlap and each input is read from device memory once. One cluster barrier a row.
-// STAGED kernels ask for a row in several groups of columns and take the first look at a group as soon as it has arrived, while the others are on their way:
-// else memory rests during the first look wherever few blocks share a multiprocessor (wide rows).
 // A thread copies, reads and writes only its own columns, so nothing else needs a barrier. Rows too wide, or not on 16 bytes, take the two-pass kernel, whose
 // second read mostly hits the L2.
 //
@@ -30,7 +28,6 @@ struct Args {
     int64_t n, m;
     int vd;
     bool renormalize;
-    int groups;  // of columns, in STAGED kernels
     float* loss;
     bool* match;
     float* accept;
@@ -227,25 +224,13 @@ __device__ __forceinline__ void write_outputs(const Args& a, int64_t row, const 
     a.match[row] = live && !bad && best == meta.top;
 }
 
-// Wait until at most `left` of the newest groups of copies are on their way.
-__device__ __forceinline__ void wait_groups(int left) {
-    switch (left) {
-        case 0: asm volatile("cp.async.wait_group 0;" ::: "memory"); break;
-        case 1: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
-        case 2: asm volatile("cp.async.wait_group 2;" ::: "memory"); break;
-        case 3: asm volatile("cp.async.wait_group 3;" ::: "memory"); break;
-        case 4: asm volatile("cp.async.wait_group 4;" ::: "memory"); break;
-        case 5: asm volatile("cp.async.wait_group 5;" ::: "memory"); break;
-        case 6: asm volatile("cp.async.wait_group 6;" ::: "memory"); break;
-        default: asm volatile("cp.async.wait_group 7;" ::: "memory"); break;
-    }
-}
-
 // A cluster of CLUSTER blocks a row; shared memory holds 2 * ceil(vd / 8 / CLUSTER) * 16 bytes a block. vd is a multiple of 8, everything on 16 bytes.
-template <int THREADS, int CLUSTER, bool STAGED>
-__global__ void __launch_bounds__(THREADS) soft_target_resident(Args a) {
+constexpr int RESIDENT = 128, WIDE = 512;  // threads of a block: of this kernel, and of the two-pass one below
+
+template <int CLUSTER>
+__global__ void __launch_bounds__(RESIDENT) soft_target_resident(Args a) {
     namespace cg = cooperative_groups;
-    constexpr int WARPS = THREADS / 32, PARTS = WARPS * CLUSTER;
+    constexpr int THREADS = RESIDENT, WARPS = THREADS / 32, PARTS = WARPS * CLUSTER;
     extern __shared__ uint4 buffer[];  // [2][mine]: draft, target
     // Read by the other blocks behind the next barrier while this one is already a row further: two copies of what is written before the barrier, three of what
     // is written behind it.
@@ -257,8 +242,6 @@ __global__ void __launch_bounds__(THREADS) soft_target_resident(Args a) {
     const int vectors = a.vd / 8, share = (vectors + CLUSTER - 1) / CLUSTER, first = rank * share;
     const int mine = max(0, min(share, vectors - first));
     uint4 *d_buf = buffer, *t_buf = buffer + share;
-    const int groups = STAGED ? a.groups : 1;
-    const int wide = STAGED ? ((share + THREADS - 1) / THREADS + groups - 1) / groups * THREADS : share;  // vectors of a group
     const int64_t clusters = gridDim.x / CLUSTER;
     int64_t row = blockIdx.x / CLUSTER;
 
@@ -270,17 +253,10 @@ __global__ void __launch_bounds__(THREADS) soft_target_resident(Args a) {
     auto target_row = [&](const Meta& meta) { return reinterpret_cast<const uint4*>(a.target + meta.target * a.target_stride) + first; };
     auto lives = [&](int64_t r, const Meta& meta) { return r < a.n && meta.weight != 0.f && meta.target >= 0; };
 
-    auto end_group = [] {
-        if (STAGED) asm volatile("cp.async.commit_group;" ::: "memory");
-    };
-
     Meta meta = meta_of(a, row), old_meta = meta;
     float loss = 0.f, old_loss = 0.f;
     if (lives(row, meta))
-        for (int g = 0; g < groups; g++) {
-            for (int i = g * wide + tid; i < min(mine, (g + 1) * wide); i += THREADS) request(i, draft_row(row), target_row(meta));
-            end_group();
-        }
+        for (int i = tid; i < mine; i += THREADS) request(i, draft_row(row), target_row(meta));
 
     int step = 0;
     auto publish = [&](int64_t r, const Meta& m, float row_loss, int slot) {  // block 0, first warp, behind the barrier that follows row r
@@ -301,41 +277,31 @@ __global__ void __launch_bounds__(THREADS) soft_target_resident(Args a) {
         const bool live = lives(row, meta);
         float my_top = -INFINITY;
         Stats s;
-        if (!STAGED) asm volatile("cp.async.wait_all;" ::: "memory");
+        asm volatile("cp.async.wait_all;" ::: "memory");
         if (live) {
-            s = {-INFINITY, 0.f, a.lse ? meta.t_shift : -BIG, 0.f, 0.f};
-            for (int g = 0; g < groups; g++) {
-                if (STAGED) wait_groups(groups - 1 - g);
-                const int from = g * wide + tid, to = min(mine, (g + 1) * wide);
-                uint32_t d_top = NEG_INF2, t_top = NEG_INF2;
+            uint32_t d_top = NEG_INF2, t_top = NEG_INF2;
 #pragma unroll 4
-                for (int i = from; i < to; i += THREADS) {
-                    const uint4 d = d_buf[i];
-                    d_top = max2(d_top, max2(max2(d.x, d.y), max2(d.z, d.w)));
-                    if (!a.lse) {
-                        const uint4 t = t_buf[i];
-                        t_top = max2(t_top, max2(max2(t.x, t.y), max2(t.z, t.w)));
-                    }
+            for (int i = tid; i < mine; i += THREADS) {
+                const uint4 d = d_buf[i];
+                d_top = max2(d_top, max2(max2(d.x, d.y), max2(d.z, d.w)));
+                if (!a.lse) {
+                    const uint4 t = t_buf[i];
+                    t_top = max2(t_top, max2(max2(t.x, t.y), max2(t.z, t.w)));
                 }
-                const float here = fmaxf(low(d_top), high(d_top));
-                my_top = fmaxf(my_top, here);
-                // the shifts are the whole warp's; a later group may raise them
-                const float d_new = fmaxf(s.d_top, warp_max(here));
-                const float t_new = a.lse ? s.t_max : fmaxf(s.t_max, shift_of(warp_max(fmaxf(low(t_top), high(t_top)))));
-                if (g == 0) s.d_top = d_new, s.t_max = t_new;
-                else if (d_new != s.d_top || t_new != s.t_max) rebase(s, d_new, t_new);
-                const float d_shift = shift_of(s.d_top);
-                const bool usual = plain(d_shift) && plain(s.t_max);
-                const Stats before = s;
-                if (usual) {
+            }
+            my_top = fmaxf(low(d_top), high(d_top));
+            const Stats none{warp_max(my_top), 0.f, a.lse ? meta.t_shift : shift_of(warp_max(fmaxf(low(t_top), high(t_top)))), 0.f, 0.f};  // shifts of the warp
+            const float d_shift = shift_of(none.d_top);
+            const bool usual = plain(d_shift) && plain(none.t_max);
+            s = none;
+            if (usual) {
 #pragma unroll 2
-                    for (int i = from; i < to; i += THREADS) first_look<true, false>(d_buf[i], t_buf[i], d_shift, s);
-                }
-                if (!usual || __any_sync(~0u, s.cross != s.cross)) {  // rare: huge logits, or -inf in both
-                    s = before;
+                for (int i = tid; i < mine; i += THREADS) first_look<true, false>(d_buf[i], t_buf[i], d_shift, s);
+            }
+            if (!usual || __any_sync(~0u, s.cross != s.cross)) {  // rare: huge logits, or -inf in both
+                s = none;
 #pragma unroll 1
-                    for (int i = from; i < to; i += THREADS) first_look<false, true>(d_buf[i], t_buf[i], d_shift, s);
-                }
+                for (int i = tid; i < mine; i += THREADS) first_look<false, true>(d_buf[i], t_buf[i], d_shift, s);
             }
             s.d_sum = warp_sum(s.d_sum);
             s.p_sum = warp_sum(s.p_sum);
@@ -365,27 +331,20 @@ __global__ void __launch_bounds__(THREADS) soft_target_resident(Args a) {
                 }
             }
             auto look = [&](auto usual) {
-                for (int g = 0; g < groups; g++) {
-                    const int to = min(mine, (g + 1) * wide);
 #pragma unroll 2
-                    for (int i = g * wide + tid; i < to; i += THREADS) {
-                        const uint4 out = second_look<decltype(usual)::value>(d_buf[i], t_buf[i], r, accept);
-                        if (next_live) request(i, next_d, next_t);
-                        if (g_row) __stcs(g_row + i, out);
-                    }
-                    end_group();
+                for (int i = tid; i < mine; i += THREADS) {
+                    const uint4 out = second_look<decltype(usual)::value>(d_buf[i], t_buf[i], r, accept);
+                    if (next_live) request(i, next_d, next_t);
+                    if (g_row) __stcs(g_row + i, out);
                 }
             };
             if (r.plain) look(std::true_type{});
             else look(std::false_type{});
         } else {
             const uint32_t fill = meta.weight == 0.f ? 0u : 0x7FC07FC0u;  // NaN where the target row is out of range
-            for (int g = 0; g < groups; g++) {
-                for (int i = g * wide + tid; i < min(mine, (g + 1) * wide); i += THREADS) {
-                    if (g_row) __stcs(g_row + i, uint4{fill, fill, fill, fill});
-                    if (next_live) request(i, next_d, next_t);
-                }
-                end_group();
+            for (int i = tid; i < mine; i += THREADS) {
+                if (g_row) __stcs(g_row + i, uint4{fill, fill, fill, fill});
+                if (next_live) request(i, next_d, next_t);
             }
         }
         accept = warp_sum(accept);
@@ -401,8 +360,6 @@ __global__ void __launch_bounds__(THREADS) soft_target_resident(Args a) {
 }
 
 // Any width, any alignment, one block a row, both inputs read twice.
-constexpr int WIDE = 512;
-
 __global__ void __launch_bounds__(WIDE, 2) soft_target_wide(Args a) {
     constexpr int WARPS = WIDE / 32;
     __shared__ Stats warp_stats[WARPS];
@@ -485,9 +442,9 @@ __global__ void __launch_bounds__(256) scale_rows(__nv_bfloat16* grad, int64_t s
     for (int i = threadIdx.x; i < v; i += 256) row[i] = __float2bfloat16(one(row + i) * factor);
 }
 
-template <int THREADS, int CLUSTER, bool STAGED>
+template <int CLUSTER>
 int launch_resident(const Args& a, cudaStream_t stream) {
-    const auto kernel = soft_target_resident<THREADS, CLUSTER, STAGED>;
+    const auto kernel = soft_target_resident<CLUSTER>;
     const int share = (a.vd / 8 + CLUSTER - 1) / CLUSTER, bytes = 2 * share * (int)sizeof(uint4);
     cudaError_t code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (code != cudaSuccess) return code;
@@ -495,7 +452,7 @@ int launch_resident(const Args& a, cudaStream_t stream) {
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim = {CLUSTER, 1, 1};
-    config.blockDim = {THREADS, 1, 1};
+    config.blockDim = {RESIDENT, 1, 1};
     config.gridDim = {CLUSTER, 1, 1};
     config.dynamicSmemBytes = bytes;
     config.stream = stream;
@@ -513,17 +470,14 @@ int launch_resident(const Args& a, cudaStream_t stream) {
 struct Variant {
     int (*launch)(const Args&, cudaStream_t);
     const void* kernel;
-    int cluster, groups;
+    int cluster;
 };
 constexpr int LIMIT = 98 * 1024;  // bytes of dynamic shared memory a block: 99 KB on SM120, less the static part and 1 KB that the system takes
-template <int THREADS, int CLUSTER, bool STAGED>
-constexpr Variant variant_of(int groups) {
-    return {launch_resident<THREADS, CLUSTER, STAGED>, (const void*)soft_target_resident<THREADS, CLUSTER, STAGED>, CLUSTER, groups};
+template <int CLUSTER>
+constexpr Variant variant_of() {
+    return {launch_resident<CLUSTER>, (const void*)soft_target_resident<CLUSTER>, CLUSTER};
 }
-const Variant VARIANTS[] = {
-    variant_of<128, 1, false>(1), variant_of<128, 2, false>(1), variant_of<128, 4, false>(1), variant_of<128, 8, false>(1), {nullptr, (const void*)soft_target_wide, 0, 1},
-    variant_of<128, 1, true>(4), variant_of<128, 2, true>(4), variant_of<128, 4, true>(4), variant_of<128, 8, true>(4),
-    variant_of<128, 2, true>(2), variant_of<128, 8, true>(8), variant_of<256, 8, true>(4)};
+const Variant VARIANTS[] = {variant_of<1>(), variant_of<2>(), variant_of<4>(), variant_of<8>(), {nullptr, (const void*)soft_target_wide, 0}};
 constexpr int TWO_PASSES = 4;
 
 int prepare_soft_target() {
@@ -541,8 +495,8 @@ extern "C" int aerie_soft_target_ce(const void* draft, int64_t draft_stride, con
     using namespace aerie;
     if (n == 0) return 0;
     if (n > INT32_MAX || vd > INT32_MAX - 8192) return cudaErrorInvalidValue;
-    Args a{(const __nv_bfloat16*)draft, (const __nv_bfloat16*)target, draft_stride, target_stride, grad_stride, lse, top, weights, rows, n, m, (int)vd,
-                 renormalize != 0, 1, loss, match, accept, in_vocab, (__nv_bfloat16*)grad};
+    const Args a{(const __nv_bfloat16*)draft, (const __nv_bfloat16*)target, draft_stride, target_stride, grad_stride, lse, top, weights, rows, n, m, (int)vd,
+                 renormalize != 0, loss, match, accept, in_vocab, (__nv_bfloat16*)grad};
     const bool vector = vd % 8 == 0 && aligned16(draft, draft_stride, 2) && aligned16(target, target_stride, 2) && (!grad || aligned16(grad, grad_stride, 2));
     // A block takes 64 KB where several of those fit on a multiprocessor, else 32 KB.
     int device = 0, per_sm = 0;
@@ -555,7 +509,6 @@ extern "C" int aerie_soft_target_ce(const void* draft, int64_t draft_stride, con
         return number == TWO_PASSES || (vector && (vd / 8 + cluster - 1) / cluster * 32 <= LIMIT);
     });
     if (variant < 0) return cudaErrorInvalidValue;
-    a.groups = VARIANTS[variant].groups;
     if (VARIANTS[variant].launch) return VARIANTS[variant].launch(a, stream);
     soft_target_wide<<<(unsigned)n, WIDE, 0, stream>>>(a);
     return cudaGetLastError();

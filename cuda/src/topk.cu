@@ -10,7 +10,7 @@
 
 namespace aerie {
 
-constexpr int MAX_K = 32, TOPK_THREADS = 256, TOPK_WARPS = TOPK_THREADS / 32;  // of draft_best
+constexpr int MAX_K = 32, TOPK_THREADS = 256, TOPK_WARPS = TOPK_THREADS / 32;  // of both kernels for k = 1
 constexpr int RANKED_CLUSTER = 8;
 
 __device__ __forceinline__ uint32_t order_of(float value) {  // never 0; -0 and 0 tie; NaN is above all, as in torch.topk
@@ -112,11 +112,11 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(TOPK_THREADS) 
 
 // k = 1 with the shortest chain of waits: a thread's columns are asked for at once and stay in registers, each block looks its best column's id up by itself and
 // pushes what it has into block 0, which alone waits for the others. One trip to memory, one more for the id, one cluster barrier on the way.
-template <typename T, int CLUSTER, int THREADS>
-__global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS) draft_best_push(const T* logits, int64_t stride, const int64_t* d2t, int v,
-                                                                                           float* log_probs, int64_t* ids, TopkExtras extras) {
+template <typename T, int CLUSTER>
+__global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(TOPK_THREADS) draft_best_push(const T* logits, int64_t stride, const int64_t* d2t, int v,
+                                                                                                float* log_probs, int64_t* ids, TopkExtras extras) {
     namespace cg = cooperative_groups;
-    constexpr int EACH = 16 / sizeof(T), HELD = sizeof(T), WARPS = THREADS / 32;  // 16 columns a thread
+    constexpr int THREADS = TOPK_THREADS, WARPS = TOPK_WARPS, EACH = 16 / sizeof(T), HELD = sizeof(T);  // 16 columns a thread
     struct Part {
         uint64_t key;
         int64_t id;
@@ -307,11 +307,11 @@ int launch_topk(const void* logits, int64_t stride, const int64_t* d2t, int64_t 
                 cudaStream_t stream) {
     const T* in = static_cast<const T*>(logits);
     const unsigned rows = (unsigned)n;
-    // by number: as below; for k = 1 the pushing kernel with 256 and with 512 threads a block
-    const int variant = k > 1 ? 0 : pick(AERIE_TOPK, 0, [&](int number) { return number == 0 || v <= 8 * 256 * 16 * number; });
+    // k = 1 by number: pulled, pushed. The second holds 16 columns a thread, and wins where there are rows enough.
+    constexpr int64_t PUSHED = 8 * TOPK_THREADS * 16;
+    const int variant = k > 1 ? 0 : pick(AERIE_TOPK, n >= 16 && v <= PUSHED ? 1 : 0, [&](int number) { return number == 0 || v <= PUSHED; });
     if (variant < 0) return cudaErrorInvalidValue;
-    if (variant == 1) draft_best_push<T, 8, 256><<<rows * 8, 256, 0, stream>>>(in, stride, d2t, (int)v, log_probs, ids, extras);
-    else if (variant == 2) draft_best_push<T, 8, 512><<<rows * 8, 512, 0, stream>>>(in, stride, d2t, (int)v, log_probs, ids, extras);
+    if (variant == 1) draft_best_push<T, 8><<<rows * 8, TOPK_THREADS, 0, stream>>>(in, stride, d2t, (int)v, log_probs, ids, extras);
     else if (k == 1 && (n <= 16 || v > 65536)) draft_best<T, 8><<<rows * 8, TOPK_THREADS, 0, stream>>>(in, stride, d2t, (int)v, log_probs, ids, extras);
     else if (k == 1) draft_best<T, 4><<<rows * 4, TOPK_THREADS, 0, stream>>>(in, stride, d2t, (int)v, log_probs, ids, extras);
     // at most 24 columns a thread in vectors and 2 beside them
@@ -325,11 +325,9 @@ int launch_topk(const void* logits, int64_t stride, const int64_t* d2t, int64_t 
 int prepare_topk() {
     cudaFuncAttributes info;
     const void* kernels[] = {(const void*)draft_best<__nv_bfloat16, 8>, (const void*)draft_best<__nv_bfloat16, 4>, (const void*)draft_best<float, 8>,
-                             (const void*)draft_best<float, 4>, (const void*)draft_best_push<__nv_bfloat16, 8, 256>,
-                             (const void*)draft_best_push<__nv_bfloat16, 8, 512>, (const void*)draft_best_push<float, 8, 256>,
-                             (const void*)draft_best_push<float, 8, 512>, (const void*)draft_topk<__nv_bfloat16, 128>, (const void*)draft_topk<__nv_bfloat16, 256>,
-                             (const void*)draft_topk<__nv_bfloat16, 1024>, (const void*)draft_topk<float, 128>, (const void*)draft_topk<float, 256>,
-                             (const void*)draft_topk<float, 1024>};
+                             (const void*)draft_best<float, 4>, (const void*)draft_best_push<__nv_bfloat16, 8>, (const void*)draft_best_push<float, 8>,
+                             (const void*)draft_topk<__nv_bfloat16, 128>, (const void*)draft_topk<__nv_bfloat16, 256>, (const void*)draft_topk<__nv_bfloat16, 1024>,
+                             (const void*)draft_topk<float, 128>, (const void*)draft_topk<float, 256>, (const void*)draft_topk<float, 1024>};
     for (const void* kernel : kernels)
         if (const cudaError_t code = cudaFuncGetAttributes(&info, kernel)) return code;
     return 0;

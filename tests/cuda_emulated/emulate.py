@@ -10,7 +10,7 @@ HERE = Path(__file__).resolve().parent
 SOURCES = HERE.parents[1] / "cuda" / "src"
 PTX = [  # what each PTX statement does, for one thread
     ("ex2.approx", "y = exp2f(x);"), ("ld.global.L1::no_allocate", "v = *p;"), ("cp.async.cg", "simt::copy_async(shared, global);"),
-    ("cp.async.wait_group %0", "simt::wait_groups(LEFT);"), (r"cp.async.wait_group (\d)", r"simt::wait_groups(\1);"), ("cp.async.wait_all", "simt::wait_all();"),
+    ("cp.async.wait_group %0", "simt::wait_groups(LEFT);"), ("cp.async.wait_all", "simt::wait_all();"),
     ("cp.async.commit_group", "simt::commit();"), ("barrier.cluster.arrive", "simt::arrive();"), ("barrier.cluster.wait", "simt::wait_cluster();"),
 ]  # fmt: skip
 HOST = (  # functions and tables that launch

@@ -14,38 +14,35 @@ using bf = __nv_bfloat16;
 
 extern "C" void set_late(int late) { simt::late = late; }
 
-template <int THREADS, int CLUSTER, bool STAGED>
+template <int CLUSTER>
 void soft(Args a, int clusters) {
     const int share = (a.vd / 8 + CLUSTER - 1) / CLUSTER;
-    simt::launch(dim3(clusters * CLUSTER), THREADS, CLUSTER, 2 * share * 16, [=] { soft_target_resident<THREADS, CLUSTER, STAGED>(a); });
+    simt::launch(dim3(clusters * CLUSTER), RESIDENT, CLUSTER, 2 * share * 16, [=] { soft_target_resident<CLUSTER>(a); });
 }
 
-extern "C" int soft_target(int threads, int cluster, int groups, int clusters, const void* draft, int64_t draft_stride, const void* target, int64_t target_stride,
+extern "C" int soft_target(int cluster, int clusters, const void* draft, int64_t draft_stride, const void* target, int64_t target_stride,
                            const float* lse, const int64_t* top, const float* weights, const int64_t* rows, int64_t n, int64_t m, int vd, int renormalize,
                            float* loss, bool* match, float* accept, bool* in_vocab, void* grad, int64_t grad_stride) {
-    const Args a{(const bf*)draft, (const bf*)target, draft_stride, target_stride, grad_stride, lse, top, weights, rows, n, m, vd, renormalize != 0, groups, loss,
-                 match, accept, in_vocab, (bf*)grad};
+    const Args a{(const bf*)draft, (const bf*)target, draft_stride, target_stride, grad_stride, lse, top, weights, rows, n, m, vd, renormalize != 0, loss, match,
+                 accept, in_vocab, (bf*)grad};
     if (cluster == 0) simt::launch(dim3((unsigned)n), WIDE, 1, 0, [=] { soft_target_wide(a); });
-    else if (threads == 256) soft<256, 8, true>(a, clusters);
-    else if (cluster == 1) groups == 1 ? soft<128, 1, false>(a, clusters) : soft<128, 1, true>(a, clusters);
-    else if (cluster == 2) groups == 1 ? soft<128, 2, false>(a, clusters) : soft<128, 2, true>(a, clusters);
-    else if (cluster == 4) groups == 1 ? soft<128, 4, false>(a, clusters) : soft<128, 4, true>(a, clusters);
-    else if (cluster == 8) groups == 1 ? soft<128, 8, false>(a, clusters) : soft<128, 8, true>(a, clusters);
+    else if (cluster == 1) soft<1>(a, clusters);
+    else if (cluster == 2) soft<2>(a, clusters);
+    else if (cluster == 4) soft<4>(a, clusters);
+    else if (cluster == 8) soft<8>(a, clusters);
     else return 1;
     return 0;
 }
 
 extern "C" void online(int number, const void* chunk, int64_t stride, int64_t n, int c, int64_t start, float* top, float* sum, int64_t* at) {
     auto go = [&](auto kernel, int threads) { simt::launch(dim3((unsigned)n), threads, 1, 0, [=] { kernel((const bf*)chunk, stride, c, start, top, sum, at); }); };
-    number == 0 ? go(online_update<128, 4>, 128) : number == 1 ? go(online_update<256, 4>, 256) : number == 2 ? go(online_update<256, 2>, 256) : go(online_update<128, 8>, 128);
+    number == 0 ? go(online_update<128, 4>, 128) : go(online_update<256, 2>, 256);
 }
 
-extern "C" void input_forward(int number, int blocks, const int64_t* ids, const void* table, int64_t v, const void* state, const float* w1, const float* w2, int64_t n,
+extern "C" void input_forward(const int64_t* ids, const void* table, int64_t v, const void* state, const float* w1, const float* w2, int64_t n,
                               int h, float eps, void* out) {
     const Inputs in{ids, true, (const bf*)table, (const bf*)state, h, v, h, w1, w2, true, n, h, eps, true};
-    if (number == 0) simt::launch(dim3((unsigned)n, 2), 128, 1, 0, [=] { drafter_input_forward<128, 4>(in, (bf*)out); });
-    else if (h <= 4096) simt::launch(dim3(blocks, 2), 128, 1, 0, [=] { drafter_input_forward_persistent<128, 4>(in, (bf*)out); });
-    else simt::launch(dim3(blocks, 2), 256, 1, 0, [=] { drafter_input_forward_persistent<256, 4>(in, (bf*)out); });
+    simt::launch(dim3((unsigned)n, 2), 128, 1, 0, [=] { drafter_input_forward<128, 4>(in, (bf*)out); });
 }
 
 extern "C" void input_backward(int number, int blocks, const void* grad, const int64_t* ids, const void* table, int64_t v, const void* state, const float* w1,
@@ -54,29 +51,25 @@ extern "C" void input_backward(int number, int blocks, const void* grad, const i
     auto go = [&](auto kernel, int threads, int bytes) {
         simt::launch(dim3(2 * blocks), threads, 1, bytes, [=] { kernel(in, (const bf*)grad, 2 * h, (bf*)d_rows, (bf*)d_state, sums); });
     };
-    if (h <= 4096) number == 3 ? go(drafter_input_backward<256, 2, 3, 3, true>, 256, 49152) : number == 2 ? go(drafter_input_backward<256, 2, 3, 3, false>, 256, 49152) : go(drafter_input_backward<256, 2, 3, 2, false>, 256, 32768);
-    else number == 2 ? go(drafter_input_backward<448, 2, 2, 3, false>, 448, 86016) : go(drafter_input_backward<448, 2, 2, 2, false>, 448, 57344);
+    if (h <= 4096) number == 1 ? go(drafter_input_backward<256, 2, 3, 3>, 256, 49152) : go(drafter_input_backward<256, 2, 3, 2>, 256, 32768);
+    else number == 1 ? go(drafter_input_backward<448, 2, 2, 3>, 448, 86016) : go(drafter_input_backward<448, 2, 2, 2>, 448, 57344);
     if (d_w1) simt::launch(dim3((2 * h + 31) / 32), 512, 1, 0, [=] { add_weight_sums(sums, blocks, h, d_w1, d_w2, true); });
 }
 
-extern "C" void quantize(int number, int blocks, const void* x, int64_t n, int h, void* q, float* scale) {
-    auto go = [&](auto kernel, int threads) { simt::launch(dim3((unsigned)n), threads, 1, 0, [=] { kernel((const bf*)x, h, h, (uint8_t*)q, scale, true); }); };
-    if (number == 1) simt::launch(dim3(blocks), 128, 1, 0, [=] { quantize_rows_persistent<128, 4>((const bf*)x, h, n, h, (uint8_t*)q, scale); });
-    else number == 0 ? go(quantize_rows<128, 4>, 128) : number == 2 ? go(quantize_rows<64, 8>, 64) : go(quantize_rows<256, 2>, 256);
+extern "C" void quantize(const void* x, int64_t n, int h, void* q, float* scale) {
+    simt::launch(dim3((unsigned)n), 128, 1, 0, [=] { quantize_rows<128, 4>((const bf*)x, h, h, (uint8_t*)q, scale, true); });
 }
 
 extern "C" void dequantize(int number, const void* q, const float* scale, int64_t n, int h, void* out) {
     auto go = [&](auto kernel, int threads) { simt::launch(dim3((unsigned)n), threads, 1, 0, [=] { kernel((const uint8_t*)q, h, scale, h, (bf*)out, true); }); };
-    if (number == 3) simt::launch(dim3((unsigned)((n + 1) / 2)), 128, 1, 0, [=] { dequantize_pairs<128, 4>((const uint8_t*)q, h, scale, n, h, (bf*)out); });
-    else number == 0 ? go(dequantize_rows<128, 4>, 128) : number == 1 ? go(dequantize_rows<256, 2>, 256) : go(dequantize_rows<64, 8>, 64);
+    number == 0 ? go(dequantize_rows<128, 4>, 128) : go(dequantize_rows<256, 2>, 256);
 }
 
 template <typename T>
 void best(int number, const T* logits, int64_t stride, const int64_t* d2t, int64_t n, int v, float* log_probs, int64_t* ids, TopkExtras extras) {
     const dim3 grid((unsigned)n * 8);
     if (number == 0) simt::launch(grid, 256, 8, 0, [=] { draft_best<T, 8>(logits, stride, d2t, v, log_probs, ids, extras); });
-    else if (number == 1) simt::launch(grid, 256, 8, 0, [=] { draft_best_push<T, 8, 256>(logits, stride, d2t, v, log_probs, ids, extras); });
-    else simt::launch(grid, 512, 8, 0, [=] { draft_best_push<T, 8, 512>(logits, stride, d2t, v, log_probs, ids, extras); });
+    else simt::launch(grid, 256, 8, 0, [=] { draft_best_push<T, 8>(logits, stride, d2t, v, log_probs, ids, extras); });
 }
 
 extern "C" void topk_best(int number, const void* logits, int float32, int64_t stride, const int64_t* d2t, int64_t n, int v, float* log_probs, int64_t* ids,
