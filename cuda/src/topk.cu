@@ -32,6 +32,23 @@ __device__ __forceinline__ void unpack(const uint4& x, const float*, float out[4
     out[0] = __uint_as_float(x.x), out[1] = __uint_as_float(x.y), out[2] = __uint_as_float(x.z), out[3] = __uint_as_float(x.w);
 }
 
+// The largest key of each WIDTH lanes.
+template <int WIDTH>
+__device__ __forceinline__ uint64_t largest_key(uint64_t key) {
+#pragma unroll
+    for (int step = WIDTH / 2; step; step >>= 1) key = max(key, __shfl_xor_sync(~0u, key, step));
+    return key;
+}
+
+// Sums of exp relative to a largest value each, a lane each, brought together over the warp.
+struct Total {
+    float top, sum;
+};
+__device__ __forceinline__ Total together(float top, float sum) {
+    const float all = warp_max(top);
+    return {all, warp_sum(sum * exp2_fast((top - all) * LOG2E))};
+}
+
 // What a served drafter wants beside: probabilities instead of their logarithms, its positions moved on, the best token in its list of drafted tokens.
 struct TopkExtras {
     bool probabilities;
@@ -39,6 +56,14 @@ struct TopkExtras {
     int64_t* tokens;     // [n] at this stride, null: not wanted
     int64_t tokens_stride;
 };
+
+// The answer `place` of a row's k.
+__device__ __forceinline__ void answer(float* log_probs, int64_t* ids, const TopkExtras& extras, int64_t row, int k, int place, float log_prob, int64_t id) {
+    log_probs[row * k + place] = extras.probabilities ? expf(log_prob) : log_prob;
+    ids[row * k + place] = id;
+    if (place == 0 && extras.tokens) extras.tokens[row * extras.tokens_stride] = id;
+    if (place == 0 && extras.positions) extras.positions[row]++;
+}
 
 template <typename T, int CLUSTER>
 __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(TOPK_THREADS) draft_best(const T* logits, int64_t stride, const int64_t* d2t, int v,
@@ -83,28 +108,20 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(TOPK_THREADS) 
     __syncthreads();
     if (tid < 32) {  // of the block: log-sum-exp and best
         const float m = tid < TOPK_WARPS ? part_max[tid] : -BIG, s = tid < TOPK_WARPS ? part_sum[tid] : 0.f;
-        const float all = warp_max(m), total = warp_sum(s * exp2_fast((m - all) * LOG2E));
-        uint64_t key = tid < TOPK_WARPS ? warp_best[tid] : 0;
-#pragma unroll
-        for (int step = TOPK_WARPS / 2; step; step >>= 1) key = max(key, __shfl_xor_sync(~0u, key, step));
-        if (tid == 0) block_max = all, block_sum = total, best = key;
+        const Total block = together(m, s);
+        const uint64_t key = largest_key<TOPK_WARPS>(tid < TOPK_WARPS ? warp_best[tid] : 0);
+        if (tid == 0) block_max = block.top, block_sum = block.sum, best = key;
     }
     cluster.sync();
     if (rank == 0 && tid < 32) {
-        uint64_t key = lane < CLUSTER ? *cluster.map_shared_rank(&best, lane) : 0;
+        const uint64_t theirs = lane < CLUSTER ? *cluster.map_shared_rank(&best, lane) : 0;
         const float m = lane < CLUSTER ? *cluster.map_shared_rank(&block_max, lane) : -BIG;
         const float s = lane < CLUSTER ? *cluster.map_shared_rank(&block_sum, lane) : 0.f;
-#pragma unroll
-        for (int step = CLUSTER / 2; step; step >>= 1) key = max(key, __shfl_xor_sync(~0u, key, step));
-        const float top_of_all = warp_max(m), sum_of_all = warp_sum(s * exp2_fast((m - top_of_all) * LOG2E));
+        const uint64_t key = largest_key<CLUSTER>(theirs);
+        const Total all = together(m, s);
         if (lane == 0) {
             const int c = (int)~(uint32_t)key;
-            const int64_t id = c + (d2t ? __ldg(d2t + c) : 0);
-            const float log_prob = value_of((uint32_t)(key >> 32)) - (top_of_all + logf(sum_of_all));
-            log_probs[row_at] = extras.probabilities ? expf(log_prob) : log_prob;
-            ids[row_at] = id;
-            if (extras.tokens) extras.tokens[row_at * extras.tokens_stride] = id;
-            if (extras.positions) extras.positions[row_at]++;
+            answer(log_probs, ids, extras, row_at, 1, 0, value_of((uint32_t)(key >> 32)) - (all.top + logf(all.sum)), c + (d2t ? __ldg(d2t + c) : 0));
         }
     }
     cluster.sync();  // a block's shared memory must outlive its readers
@@ -176,31 +193,22 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(TOPK_THREADS) 
     __syncthreads();
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // all blocks have started
     if (tid < 32) {
-        uint64_t key = lane < WARPS ? warp_best[lane] : 0;
-#pragma unroll
-        for (int step = WARPS / 2; step; step >>= 1) key = max(key, __shfl_xor_sync(~0u, key, step));
+        const uint64_t key = largest_key<WARPS>(lane < WARPS ? warp_best[lane] : 0);
         const int c = key ? (int)~(uint32_t)key : 0;
         const int64_t id = lane == 0 ? c + (d2t ? __ldg(d2t + c) : 0) : 0;  // on its way while the sums come together
         const float m = lane < WARPS ? part_max[lane] : -BIG, s = lane < WARPS ? part_sum[lane] : 0.f;
-        const float all = warp_max(m), total = warp_sum(s * exp2_fast((m - all) * LOG2E));
-        if (lane == 0) *cluster.map_shared_rank(&parts[rank], 0) = {key, id, all, total};
+        const Total block = together(m, s);
+        if (lane == 0) *cluster.map_shared_rank(&parts[rank], 0) = {key, id, block.top, block.sum};
         __syncwarp();
     }
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
     if (rank != 0 || tid >= 32) return;  // nobody reads this block's memory; block 0 lives until its first warp is done
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
     const Part mine = lane < CLUSTER ? parts[lane] : Part{0, 0, -BIG, 0.f};
-    uint64_t key = mine.key;
-#pragma unroll
-    for (int step = CLUSTER / 2; step; step >>= 1) key = max(key, __shfl_xor_sync(~0u, key, step));
-    const float top_of_all = warp_max(mine.top), sum_of_all = warp_sum(mine.sum * exp2_fast((mine.top - top_of_all) * LOG2E));
-    if (lane < CLUSTER && mine.key == key) {  // keys are unique: one lane
-        const float log_prob = value_of((uint32_t)(key >> 32)) - (top_of_all + logf(sum_of_all));
-        log_probs[row_at] = extras.probabilities ? expf(log_prob) : log_prob;
-        ids[row_at] = mine.id;
-        if (extras.tokens) extras.tokens[row_at * extras.tokens_stride] = mine.id;
-        if (extras.positions) extras.positions[row_at]++;
-    }
+    const uint64_t key = largest_key<CLUSTER>(mine.key);
+    const Total all = together(mine.top, mine.sum);
+    if (lane < CLUSTER && mine.key == key)  // keys are unique: one lane
+        answer(log_probs, ids, extras, row_at, 1, 0, value_of((uint32_t)(key >> 32)) - (all.top + logf(all.sum)), mine.id);
 }
 
 template <typename T, int THREADS>
@@ -247,8 +255,8 @@ __global__ void __cluster_dims__(RANKED_CLUSTER, 1, 1) __launch_bounds__(THREADS
     __syncthreads();
     if (tid < 32) {  // log-sum-exp of the block
         const float m = tid < THREADS / 32 ? part_max[tid] : -BIG, s = tid < THREADS / 32 ? part_sum[tid] : 0.f;
-        const float all = warp_max(m), total = warp_sum(s * exp2_fast((m - all) * LOG2E));
-        if (tid == 0) block_max = all, block_lse_sum = total;
+        const Total block = together(m, s);
+        if (tid == 0) block_max = block.top, block_lse_sum = block.sum;
     }
     int ahead = 0;
 #pragma unroll 8
@@ -280,8 +288,8 @@ __global__ void __cluster_dims__(RANKED_CLUSTER, 1, 1) __launch_bounds__(THREADS
         if (tid < 32) {
             const float m = tid < RANKED_CLUSTER ? *cluster.map_shared_rank(&block_max, tid) : -BIG;
             const float s = tid < RANKED_CLUSTER ? *cluster.map_shared_rank(&block_lse_sum, tid) : 0.f;
-            const float top_of_all = warp_max(m), sum_of_all = warp_sum(s * exp2_fast((m - top_of_all) * LOG2E));
-            if (tid == 0) lse = top_of_all + logf(sum_of_all);
+            const Total row_total = together(m, s);
+            if (tid == 0) lse = row_total.top + logf(row_total.sum);
         }
         __syncthreads();
         for (int i = tid; i < all; i += THREADS) {
@@ -290,12 +298,7 @@ __global__ void __cluster_dims__(RANKED_CLUSTER, 1, 1) __launch_bounds__(THREADS
             for (int j = 0; j < all; j++) before += merged[j] > key;
             if (key && before < k) {
                 const int column = (int)~(uint32_t)key;
-                const float log_prob = value_of((uint32_t)(key >> 32)) - lse;
-                log_probs[row_at * k + before] = extras.probabilities ? expf(log_prob) : log_prob;
-                const int64_t id = column + (d2t ? d2t[column] : 0);
-                ids[row_at * k + before] = id;
-                if (before == 0 && extras.tokens) extras.tokens[row_at * extras.tokens_stride] = id;
-                if (before == 0 && extras.positions) extras.positions[row_at]++;
+                answer(log_probs, ids, extras, row_at, k, before, value_of((uint32_t)(key >> 32)) - lse, column + (d2t ? d2t[column] : 0));
             }
         }
     }
