@@ -12,7 +12,7 @@ tests=(tests/test_drafter_ops.py tests/test_drafter_tree.py tests/test_drafter_o
 pytest=("$PY" -m pytest -q -p no:cacheprovider --noconftest --maxfail=8 --durations=5)
 part build make -s -j"$(nproc)" -C cuda ARCHS="$arch" || tail -20 "$out/build.txt"
 part tests timeout "${TESTS_S:-150}" "${pytest[@]}" "${tests[@]}" -k cuda; grep -E '^(FAILED|ERROR|E  )|passed|failed' "$out/tests.txt" | cut -c1-220 | head -40
-part bench timeout "${BENCH_S:-150}" "$PY" cuda/bench.py --report "$out/report.json" "$@"; cut -c1-150 "$out/bench.txt"
+part bench timeout "${BENCH_S:-150}" "$PY" cuda/bench.py --report "$out/report.json" "$@"; cut -c1-190 "$out/bench.txt"
 # one pass of the tests under the memory checker, a smaller one under the race checker
 # error exit code 99 tells the sanitizer's findings from a test's failure
 sanitize=(timeout "${SANITIZER_S:-60}" compute-sanitizer --error-exitcode 99 --kernel-name kns=aerie --print-limit 5)
