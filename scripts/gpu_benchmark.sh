@@ -75,7 +75,8 @@ for name in ("gpu-bench", "gpu-bench-tree"):
         report = json.loads(path.read_text())
         print(name, f"steps {report['num_steps']} topk {report['topk']}: accept length {report['accept_length']:.3f}, predicted {report['predicted_accept_length']}, gap {report['gap']}")
         for kind, one in report["sets"].items():
-            print(" ", kind, "texts", {key: one["lossless"][key] for key in ("compared", "equal", "near_ties")}, "different", len(one["lossless"]["different"]))
+            lossless = one["lossless"]
+            print(" ", kind, "texts", {key: value for key, value in lossless.items() if key != "different"}, "different", len(lossless["different"]))
             for level in one["levels"]:
                 print("   ", level["concurrency"], f"{level['baseline']['tok_s']:.0f} -> {level['speculative']['tok_s']:.0f} tok/s ({level['speedup']:.2f}x), accept {level['speculative']['accept_length']:.3f}")
 TABLE

@@ -40,8 +40,10 @@ def accepted_counts(count: int, steps: int) -> list[int]:
 class FakeServer:
     """Listens where the config says that the server of `mode` listens, and leaves the record by which Server.find() finds it."""
 
-    def __init__(self, config: Config, mode: str, dies_after: int = 0, changes_text: bool = False, margin: float = 2.0):
-        self.served = 0
+    def __init__(self, config: Config, mode: str, dies_after: int = 0, changes_text: bool = False, margin: float | None = 2.0, wobble: float = 0.0):
+        """changes_text: token 3 of every answer is one more than the rule's. wobble: it is less, by another number in each pass (/flush_cache begins one).
+        Asked how likely tokens are, the server says `margin` below the likeliest of those above the rule's, `wobble` of those below it."""
+        self.served = self.passes = 0
         self.bodies: list[dict[str, Any]] = []
         fake = self
 
@@ -54,6 +56,7 @@ class FakeServer:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
                 if self.path != "/generate":
+                    fake.passes += self.path == "/flush_cache"
                     return self.reply({})
                 fake.served += 1
                 if dies_after and fake.served > dies_after:
@@ -61,6 +64,8 @@ class FakeServer:
                     self.connection.shutdown(socket.SHUT_RDWR)
                     return None
                 fake.bodies.append(body)
+                if max(body.get("token_ids_logprob", [0])) >= 320:  # SGLang's words
+                    return self.reply({"error": {"message": "token_ids_logprob contains out-of-vocabulary token id"}}, 400)
                 answer = fake.answer(body)
                 return self.stream(answer) if body.get("stream") else self.reply(answer)
 
@@ -76,9 +81,9 @@ class FakeServer:
                     self.wfile.write(f"data: {json.dumps(part)}\n\n".encode())
                 self.wfile.write(b"data: [DONE]\n\n")
 
-            def reply(self, data: dict[str, Any]) -> None:
+            def reply(self, data: dict[str, Any], status: int = 200) -> None:
                 content = json.dumps(data).encode()
-                self.send_response(200)
+                self.send_response(status)
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
                 self.wfile.write(content)
@@ -86,7 +91,7 @@ class FakeServer:
             def log_message(self, *args: object) -> None:
                 pass
 
-        self.mode, self.changes_text, self.margin = mode, changes_text, margin
+        self.mode, self.changes_text, self.margin, self.wobble = mode, changes_text, margin, wobble
         self.steps = config.serve.num_steps
         args = server_args(config, mode)
         self.httpd = ThreadingHTTPServer((args["host"], args["port"]), Handler)
@@ -105,14 +110,15 @@ class FakeServer:
         output = continuation(ids, body["sampling_params"]["max_new_tokens"])
         meta: dict[str, Any] = {"completion_tokens": len(output), "prompt_tokens": len(ids)}
         if body.get("return_logprob"):
-            other = output[0] + 1
-            meta["output_top_logprobs"] = [[[-0.5, output[0], None], [-0.5 - self.margin, other, None]]]
+            below = {token: 0.0 if token == output[0] else self.margin if token > output[0] else self.wobble for token in body["token_ids_logprob"]}
+            meta["output_top_logprobs"] = [[[-0.5, output[0], None]]]
+            meta["output_token_ids_logprobs"] = [[[None if distance is None else -0.5 - distance, token, None] for token, distance in below.items()]]
         if self.mode == "serving":
             accepted = accepted_counts(len(output) - 1, self.steps)
             histogram = [accepted.count(n) for n in range(self.steps + 1)]
             meta |= {"spec_verify_ct": len(accepted), "spec_correct_drafts_histogram": histogram, "spec_accept_length": len(output) / max(len(accepted), 1)}
-            if self.changes_text and len(output) > 3:
-                output[3] += 1
+        if len(output) > 3:
+            output[3] += 1 if self.changes_text else -self.passes if self.wobble else 0
         return {"text": "", "output_ids": output, "meta_info": meta}
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import runpy
 import sys
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import Any, Callable, Iterator
 import numpy as np
 import pytest
 from aerie.config import Config, load_config
-from aerie.generate import Answer, Prompt, accept_length, accept_length_mean, prompts_of, spans
-from aerie.lossless import compare, first_difference
+from aerie.errors import UserError
+from aerie.generate import Answer, Prompt, accept_length, accept_length_mean, next_token_distance, prompts_of, spans
+from aerie.lossless import CONTROL_QUESTIONS, compare, control, first_difference
 from aerie.report import write_json
 from aerie.rid import sample_id
 from aerie.samples import Sample, write_samples
@@ -50,7 +52,7 @@ def fakes(config: Config) -> Iterator[Callable[..., dict[str, FakeServer]]]:
     started: dict[str, FakeServer] = {}
 
     def start(**serving: Any) -> dict[str, FakeServer]:
-        started["baseline"] = FakeServer(config, "baseline", margin=serving.pop("margin", 2.0))
+        started["baseline"] = FakeServer(config, "baseline", wobble=serving.pop("wobble", 0.0))
         started["serving"] = FakeServer(config, "serving", **serving)
         return started
 
@@ -76,7 +78,9 @@ def test_report(config: Config, fakes: Callable, monkeypatch: pytest.MonkeyPatch
     assert report["accept_length"] == pytest.approx(sum(tokens) / sum(verifications))
     assert report["accept_length_request_mean"] == pytest.approx(sum(t / v for t, v in zip(tokens, verifications)) / 10)
     assert report["predicted_accept_length"] == 2.5 and report["gap"] == pytest.approx(report["accept_length"] / 2.5 - 1)
-    assert {key: report["lossless"][key] for key in ("compared", "equal", "near_ties", "different")} == {"compared": 10, "equal": 10, "near_ties": 0, "different": []}
+    assert report["lossless"] == {
+        "compared": 10, "equal": 10, "near_ties": 0, "different": [], "control_compared": 3, "control_different": 0, "noise": 0.0, "allowed": 1e-3,
+    }  # fmt: skip
     assert (report["samples"], report["tokens"], report["extract_tok_s"], report["train_tok_s"]) == (30, 900, 111.0, 222.0)
     one = report["sets"]["heldout"]
     assert [(level["concurrency"], level["requests"]) for level in one["levels"]] == [(1, 3), (4, 10)]
@@ -91,8 +95,10 @@ def test_report(config: Config, fakes: Callable, monkeypatch: pytest.MonkeyPatch
     sent = [body for body in servers["serving"].bodies if not body.get("stream")][-10:]
     assert sorted(body["sampling_params"]["max_new_tokens"] for body in sent) == list(range(6, 16)) and all(len(body["input_ids"]) == 3 for body in sent)
     assert all(body["sampling_params"]["temperature"] == 0 for body in sent)
-    assert "gap" in capsys.readouterr().out
-    page = (config.run.bench / "report.html").read_text()
+    said, page = capsys.readouterr().out, (config.run.bench / "report.html").read_text()
+    assert "gap" in said
+    for text in (said, page):
+        assert "texts: 10 compared, 10 equal, 0 near ties, 0 different (the plain server alone changes 0 of 3 texts between 1 and 4 at a time)" in text
     assert "data:image/png;base64," in page and "heldout" in page and (config.run.bench / "report.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -104,6 +110,55 @@ def test_a_changed_text_fails_and_a_near_tie_is_counted(config: Config, fakes: C
     assert run_benchmark(monkeypatch, config) == 0
     lossless = json.loads((config.run.bench / "report.json").read_text())["lossless"]
     assert (lossless["equal"], lossless["near_ties"], lossless["different"]) == (0, 10, [])
+
+
+def test_twice_the_plain_servers_own_noise_is_allowed(config: Config, fakes: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """The plain server's own texts differ by 0.3 from pass to pass: so may the drafted ones, whose token is the likeliest."""
+    fakes(wobble=0.3)
+    assert run_benchmark(monkeypatch, config) == 0
+    lossless = json.loads((config.run.bench / "report.json").read_text())["lossless"]
+    assert (lossless["compared"], lossless["equal"], lossless["near_ties"], lossless["different"]) == (10, 0, 10, [])
+    assert (lossless["control_compared"], lossless["control_different"]) == (3, 3)
+    assert lossless["noise"] == pytest.approx(0.3) and lossless["allowed"] == pytest.approx(0.6)
+    line = "texts: 10 compared, 0 equal, 10 near ties, 0 different (the plain server alone changes 3 of 3 texts between 1 and 4 at a time, "
+    line += "by up to 0.3 in log-probability; allowed 0.6)"
+    assert line in capsys.readouterr().out and line in (config.run.bench / "report.html").read_text()
+
+
+def test_a_changed_text_fails_beside_a_noisy_server(config: Config, fakes: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    servers = fakes(wobble=0.3, changes_text=True)
+    assert run_benchmark(monkeypatch, config) == 1
+    said = capsys.readouterr()
+    assert "10 texts differ" in said.err and "below the likeliest token in log-probability, allowed is 0.6" in said.out
+    lossless = json.loads((config.run.bench / "report.json").read_text())["lossless"]
+    assert (lossless["near_ties"], len(lossless["different"]), lossless["control_different"]) == (0, 10, 3)
+    servers["baseline"].margin = 0.59
+    assert run_benchmark(monkeypatch, config) == 0
+    servers["baseline"].margin = 0.61
+    assert run_benchmark(monkeypatch, config) == 1
+
+
+def test_one_concurrency_has_no_control(config: Config, fakes: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    fakes(wobble=0.3)
+    assert run_benchmark(monkeypatch, config, "--set", "bench.concurrency=[4]") == 1  # 0.3 is no near tie in float32
+    said = capsys.readouterr()
+    assert "10 texts differ" in said.err and "(no control: only one concurrency)" in said.out
+
+
+def test_next_token_distance(config: Config, fakes: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    baseline = fakes()["baseline"]
+    url = f"http://127.0.0.1:{config.bench.baseline_port}"
+    first = continuation([3, 4], 1)[0]
+    assert next_token_distance(url, [3, 4], first, first + 1) == next_token_distance(url, [3, 4], first + 1, first) == 2.0
+    assert baseline.bodies[-1]["top_logprobs_num"] == 1 and baseline.bodies[-1]["sampling_params"] == {"temperature": 0.0, "max_new_tokens": 1}
+    for no_number in (None, math.nan, math.inf):  # -inf below, too, is no rounding
+        baseline.margin = no_number
+        assert next_token_distance(url, [3, 4], first, first + 1) == next_token_distance(url, [3, 4], first + 1, first) == math.inf
+    with pytest.raises(UserError, match="did not say how likely tokens 5 and 320 are after 2 others: 400 .*out-of-vocabulary"):
+        next_token_distance(url, [3, 4], 5, 320)
+    baseline.close()
+    with pytest.raises(UserError, match="stopped answering when asked how likely tokens 5 and 6 are"):
+        next_token_distance(url, [3, 4], 5, 6)
 
 
 def test_a_server_that_goes_away(config: Config, fakes: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
@@ -144,14 +199,50 @@ def test_accept_length_counts_no_token_of_prefill() -> None:
 
 def test_lossless_counts() -> None:
     assert first_difference([1, 2, 3], [1, 2, 3]) is None and first_difference([1, 2], [1, 3]) == 1 and first_difference([1, 2], [1]) == 1
+    asked: list[tuple[list[int], int, int]] = []
+
+    def distance(ids: list[int], left: int, right: int) -> float:
+        asked.append((ids, left, right))
+        return 1e-4 if right == 6 else 0.2
+
+    result = compare(["a", "b", "c", "d"], [[1], [1], [1], [1]], [[2, 5], [2, 5], [2, 5], [2]], [[2, 5], [2, 6], [2, 7], [2, 5]], "float32", distance)
+    assert (result.compared, result.equal, result.near_ties, len(result.different)) == (4, 1, 1, 2) and asked == [([1, 2], 5, 6), ([1, 2], 5, 7)]
+    assert "0.2 below the likeliest token in log-probability, allowed is 0.001" in result.different[0] and "equal so far" in result.different[1]
+    assert (result.control_compared, result.control_different, result.noise, result.allowed) == (0, 0, 0.0, 1e-3)
+    for dtype, near in (("float32", 0), ("float16", 0), ("bfloat16", 1)):
+        assert compare(["a"], [[1]], [[5]], [[7]], dtype, distance).near_ties == near
+
+
+def test_lossless_control() -> None:
+    """By hand: five texts of two other passes; one is equal, one ends early, one has an infinite distance; the largest of the rest is 0.4."""
+    distances = {6: 0.1, 7: 0.4, 8: math.inf, 9: 0.79, 10: 0.81}
+    prompts, plain, others = [[1], [1], [1]], [[2, 5], [2, 5], [2, 5]], [[[2, 5], [2, 6]], [[2, 7], [2], [2, 8]]]
+    asked: list[int] = []
+
+    def distance(ids: list[int], left: int, right: int) -> float:
+        assert (ids, left) == ([1, 2], 5)
+        asked.append(right)
+        return distances[right]
+
+    assert control(prompts, plain, others, distance) == (5, 4, 0.4) and asked == [6, 7, 8]
+    drafted = [[2, 9], [2, 10], [2]]
+    result = compare(["a", "b", "c"], prompts, plain, drafted, "float32", distance, others)
+    assert (result.noise, result.allowed, result.near_ties, len(result.different)) == (0.4, 0.8, 1, 2)  # an early end stays a difference
+    assert "b: token 1" in result.different[0] and "c: 2 tokens without the drafter, 1 with it" in result.different[1]
+    assert compare(["a"], [[1]], [[2, 5]], [[2, 8]], "bfloat16", distance, [[[2, 8]]]).different  # nothing that was no number is ever allowed
+    assert compare(["a"], [[1]], [[2, 5]], [[2, 5]], "bfloat16", distance, [[[2, 6]]]).allowed == 0.5  # noise of 0.1 does not lower the bound
+
+
+def test_control_asks_no_more_than_it_may() -> None:
     asked: list[list[int]] = []
 
-    def margin(ids: list[int]) -> tuple[float, list[int]]:
+    def distance(ids: list[int], left: int, right: int) -> float:
         asked.append(ids)
-        return 1e-4, [5, 6]
+        return float(ids[0])
 
-    result = compare(["a", "b", "c", "d"], [[1], [1], [1], [1]], [[2, 5], [2, 5], [2, 5], [2]], [[2, 5], [2, 6], [2, 7], [2, 5]], "float32", margin)
-    assert (result.compared, result.equal, result.near_ties, len(result.different)) == (4, 1, 1, 2) and asked == [[1, 2], [1, 2]]
-    far = compare(["a"], [[1]], [[5]], [[6]], "float32", lambda ids: (0.2, [5, 6]))
-    assert far.near_ties == 0 and len(far.different) == 1
-    assert compare(["a"], [[1]], [[5]], [[6]], "bfloat16", lambda ids: (0.2, [5, 6])).near_ties == 1
+    count = 3 * CONTROL_QUESTIONS
+    prompts, plain, other = [[index] for index in range(count)], [[1]] * count, [[2]] * count
+    assert control(prompts, plain, [other], distance) == (count, count, count - 3.0) and [ids[0] for ids in asked] == list(range(0, count, 3))
+    for size in (CONTROL_QUESTIONS - 1, CONTROL_QUESTIONS, CONTROL_QUESTIONS + 1):
+        asked.clear()
+        assert control(prompts, plain, [other[:size]], distance)[:2] == (size, size) and len(asked) <= CONTROL_QUESTIONS

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from aerie.errors import UserError
+from aerie.generate import next_token_distance
 from aerie.target import problem_with
 from aerie.tiny import CHAT_TEMPLATE, FAMILIES, make_tiny, tiny_tokenizer
 from cpu_tools import generate
@@ -60,6 +61,21 @@ def transformers_greedy(folder, prompt: list[int], steps: int) -> list[int]:
         for _ in range(steps):
             ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
     return ids[len(prompt) :]
+
+
+def distance_error(url: str, folder, prompts: list[list[int]]) -> float:
+    """The largest error of next_token_distance against transformers in float32: for each prompt the likeliest token with its runner-up, and unlikely ones."""
+    from transformers import AutoModelForCausalLM
+
+    model, worst = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), 0.0
+    for prompt in prompts:
+        with torch.inference_mode():
+            below = -model(torch.tensor([prompt]), use_cache=False).logits[0, -1].double().log_softmax(-1)
+        below = below - below.min()
+        first, second = below.argsort()[:2].tolist()
+        for left, right in ((first, second), (second, first), (second, 300), (7, 451)):
+            worst = max(worst, abs(next_token_distance(url, prompt, left, right) - max(below[left].item(), below[right].item())))
+    return worst
 
 
 @pytest.mark.server

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Sequence
 
 import requests
 
@@ -13,9 +14,9 @@ from .bench_stats import acceptance_by_position, by_category, by_context, drafti
 from .check import served_dtype
 from .config import Config
 from .errors import UserError
-from .generate import Answer, Prompt, accept_length, accept_length_mean, generate_all, generate_streamed, next_token_margin
+from .generate import Answer, Prompt, accept_length, accept_length_mean, generate_all, generate_streamed, next_token_distance
 from .identity import read_model_config, text_config
-from .lossless import Lossless, compare
+from .lossless import Lossless, compare, in_words
 from .progress import Progress
 from .report import read_report
 from .servers import Server
@@ -78,6 +79,14 @@ def measure(server: Server, prompts: list[Prompt], concurrency: int, timeout_s: 
     return Pass(concurrency, answers, seconds)
 
 
+def compare_passes(config: Config, prompts: list[Prompt], plain: Pass, fast: Pass, others: Sequence[Pass], url: str) -> Lossless:
+    """Texts of two passes over all the prompts. The server on `url` gave `plain` and (over the first prompts, or all) `others`; it is asked about differences."""
+    inner = text_config(model := read_model_config(config.model_path))
+    dtype = served_dtype(inner if "dtype" in inner or "torch_dtype" in inner else model, config.target.dtype)
+    without, drafted, *own = ([answer.output_ids for answer in each.answers] for each in (plain, fast, *others))
+    return compare([prompt.id for prompt in prompts], [prompt.input_ids for prompt in prompts], without, drafted, dtype, partial(next_token_distance, url), own)
+
+
 @dataclass
 class SetBenchmark:
     """One prompt set: passes by mode, in the order of the concurrencies."""
@@ -106,14 +115,10 @@ class SetBenchmark:
         return max(self.passes[mode], key=lambda each: len(each.answers))
 
     def compare_texts(self, baseline_url: str) -> Lossless:
-        """Texts of the fullest passes with and without the drafter; asks the baseline server about near ties."""
-        model, prompts = read_model_config(self.config.model_path), self.prompts.prompts
-        inner = text_config(model)
-        self.lossless = compare(
-            [prompt.id for prompt in prompts], [prompt.input_ids for prompt in prompts],
-            [answer.output_ids for answer in self.fullest("baseline").answers], [answer.output_ids for answer in self.fullest("serving").answers],
-            served_dtype(inner if "dtype" in inner or "torch_dtype" in inner else model, self.config.target.dtype), lambda ids: next_token_margin(baseline_url, ids),
-        )  # fmt: skip
+        """Texts of the fullest passes with and without the drafter; the plain server's other passes are the control. Asks it about near ties."""
+        plain = self.fullest("baseline")
+        others = [each for each in self.passes["baseline"] if each is not plain]
+        self.lossless = compare_passes(self.config, self.prompts.prompts, plain, self.fullest("serving"), others, baseline_url)
         return self.lossless
 
     def content(self) -> dict[str, Any]:
@@ -189,8 +194,9 @@ def table(content: dict[str, Any]) -> str:
         if len(one["by_category"]) > 1:
             lines.append("  accept length by kind: " + ", ".join(f"{kind} {numbers['accept_length']:.2f}" for kind, numbers in one["by_category"].items() if numbers["accept_length"] is not None))
         lossless = one["lossless"]
-        lines.append(f"  texts: {lossless['compared']} compared, {lossless['equal']} equal, {lossless['near_ties']} near ties, {len(lossless['different'])} "
-            f"different")
+        *lower, last = (str(level["concurrency"]) for level in one["levels"])
+        between = f"between {', '.join(lower)} and {last} at a time"
+        lines.append(f"  texts: {in_words(lossless, 'the plain server', between, 'only one concurrency')}")
         lines += [f"    {text}" for text in lossless["different"][:5]]
     if content["gap"] is not None:
         lines.append(f"  predicted accept length {content['predicted_accept_length']:.3f}, served {content['accept_length']:.3f}: gap {content['gap']:+.1%}")

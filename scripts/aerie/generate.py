@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -138,10 +139,27 @@ def generate_all(
     return answers, time.monotonic() - start
 
 
-def next_token_margin(url: str, input_ids: list[int], timeout_s: float = 600.0) -> tuple[float, list[int]]:
-    """How far apart the two likeliest next tokens are, in log-probability, and which two they are: tells a near tie from a wrong text."""
-    body = {"input_ids": input_ids, "sampling_params": {"temperature": 0.0, "max_new_tokens": 1}, "return_logprob": True, "top_logprobs_num": 2}
-    reply = requests.post(f"{url}/generate", json=body, timeout=timeout_s)
-    reply.raise_for_status()
-    top = reply.json()["meta_info"]["output_top_logprobs"][0]
-    return abs(top[0][0] - top[1][0]), [top[0][1], top[1][1]]
+def next_token_distance(url: str, input_ids: list[int], left: int, right: int, timeout_s: float = 600.0) -> float:
+    """How far the less likely of two next tokens lies below the likeliest of all, in log-probability; inf where the server computed NaN.
+
+    Tells a near tie from a wrong text. One call at a time, on a server with nothing else to do: SGLang 0.5.17 dies of a batch in which only some
+    requests ask for `token_ids_logprob` (read, not seen; 0.5.23 does not). Raises UserError when the server is gone or refuses.
+    """
+    body = {
+        "input_ids": input_ids, "sampling_params": {"temperature": 0.0, "max_new_tokens": 1}, "return_logprob": True, "top_logprobs_num": 1,
+        "token_ids_logprob": [left, right],
+    }  # fmt: skip
+    asked = f"how likely tokens {left} and {right} are after {len(input_ids)} others"
+    try:
+        reply = requests.post(f"{url}/generate", json=body, timeout=timeout_s)
+    except requests.RequestException as exc:
+        raise UserError(f"{url} stopped answering when asked {asked} ({type(exc).__name__}); see the server's log") from None
+    if reply.status_code != 200:
+        raise UserError(f"{url} did not say {asked}: {reply.status_code} {reply.text[:200]}")
+    meta = reply.json()["meta_info"]
+    best = meta["output_top_logprobs"][0][0][0]
+    values = {token: value for value, token, *_ in meta["output_token_ids_logprobs"][0]}
+    numbers = (best, values[left], values[right])
+    if any(value is None or not math.isfinite(value) for value in numbers):  # NaN is null in JSON
+        return math.inf
+    return best - min(numbers)

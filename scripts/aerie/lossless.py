@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
-from typing import Callable, Sequence
+from typing import Any, Callable, Sequence
 
-# Two next tokens are a near tie when their log-probabilities are closer than this: a few rounding steps of a logit of ordinary size (up to 32) in that dtype.
+# Two texts differ at a near tie when both tokens lie within this of the likeliest one, in log-probability:
+# a few rounding steps of a logit of ordinary size (up to 32) in that dtype.
 NEAR_TIE = {"float32": 1e-3, "float16": 0.06, "bfloat16": 0.5}
+CONTROL_QUESTIONS = 64  # distances asked for the control of one prompt set, at most
 
-Margin = Callable[[list[int]], tuple[float, list[int]]]  # ids so far -> how far apart the two likeliest next tokens are, and which two
+Distance = Callable[[list[int], int, int], float]  # ids so far, two next tokens -> how far the less likely lies below the likeliest of all, in log-probability
 
 
 @dataclass
 class Lossless:
-    """compared = equal + near_ties + different."""
+    """compared = equal + near_ties + different. The control: what the server without the drafter changes from one of its own passes to the next."""
 
     compared: int = 0
     equal: int = 0
     near_ties: int = 0
     different: list[str] = field(default_factory=list)  # one sentence each
+    control_compared: int = 0
+    control_different: int = 0
+    noise: float = 0.0  # the largest distance at a first difference of the control
+    allowed: float = 0.0  # the largest distance of a near tie
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
@@ -32,9 +39,40 @@ def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
     return None if len(left) == len(right) else min(len(left), len(right))
 
 
-def compare(names: Sequence[str], prompts: Sequence[list[int]], without: Sequence[list[int]], with_drafter: Sequence[list[int]], dtype: str, margin: Margin) -> Lossless:
-    """Compare the answers prompt by prompt. At a first difference `margin` asks the target itself how close the two tokens are; later tokens follow another text and say nothing."""
+def control(prompts: Sequence[list[int]], plain: Sequence[list[int]], others: Sequence[Sequence[list[int]]], distance: Distance) -> tuple[int, int, float]:
+    """The plain server against itself: texts of its `others` passes compared with `plain`, those that differ, and the noise.
+
+    Each of `others` is over the first of the prompts, or all. Noise is the largest distance at a first difference; of more than CONTROL_QUESTIONS
+    differences, evenly spaced ones are asked for. A text that ends early has no distance, and an infinite one (the server computed NaN) is no
+    rounding: neither adds to the noise.
+    """
+    compared, different, questions = 0, 0, []
+    for texts in others:
+        for prompt, left, right in zip(prompts, plain, texts):
+            compared += 1
+            where = first_difference(left, right)
+            if where is None:
+                continue
+            different += 1
+            if where < min(len(left), len(right)):
+                questions.append((prompt + list(left[:where]), left[where], right[where]))
+    every = max(math.ceil(len(questions) / CONTROL_QUESTIONS), 1)
+    distances = [distance(*question) for question in questions[::every]]
+    return compared, different, max(filter(math.isfinite, distances), default=0.0)
+
+
+def compare(
+    names: Sequence[str], prompts: Sequence[list[int]], without: Sequence[list[int]], with_drafter: Sequence[list[int]], dtype: str, distance: Distance,
+    others: Sequence[Sequence[list[int]]] = (),
+) -> Lossless:  # fmt: skip
+    """Compare the answers prompt by prompt; later tokens than the first difference follow another text and say nothing.
+
+    There the target itself is asked for the distance of the two tokens. Allowed is NEAR_TIE, or twice the noise of the control (`others`: the plain
+    server's other passes): a mixture of experts in bf16 routes otherwise in another batch, and its logits change by more than their rounding.
+    """
     result = Lossless()
+    result.control_compared, result.control_different, result.noise = control(prompts, without, others, distance)
+    result.allowed = max(NEAR_TIE[dtype], 2 * result.noise)
     for name, prompt, left, right in zip(names, prompts, without, with_drafter, strict=True):
         result.compared += 1
         where = first_difference(left, right)
@@ -44,10 +82,19 @@ def compare(names: Sequence[str], prompts: Sequence[list[int]], without: Sequenc
         if where >= min(len(left), len(right)):
             result.different.append(f"{name}: {len(left)} tokens without the drafter, {len(right)} with it, equal so far")
             continue
-        gap, tokens = margin(prompt + list(left[:where]))
-        if gap <= NEAR_TIE[dtype] and {left[where], right[where]} == set(tokens):
+        below = distance(prompt + list(left[:where]), left[where], right[where])
+        if below <= result.allowed:
             result.near_ties += 1
         else:
-            result.different.append(f"{name}: token {where} is {left[where]} without the drafter and {right[where]} with it; the two likeliest, {tokens}, "
-                f"are {gap:.4g} apart in log-probability")
+            result.different.append(f"{name}: token {where} is {left[where]} without the drafter and {right[where]} with it; the less likely of the two is "
+                f"{below:.4g} below the likeliest token in log-probability, allowed is {result.allowed:.4g}")
     return result
+
+
+def in_words(found: dict[str, Any], who: str, between: str, alone: str) -> str:
+    """Lossless.as_dict() as one line. `who` changes texts `between` its passes; `alone`: what there was only one of, where the control is empty."""
+    said = f"{found['compared']} compared, {found['equal']} equal, {found['near_ties']} near ties, {len(found['different'])} different"
+    if not found["control_compared"]:
+        return f"{said} (no control: {alone})"
+    by = f", by up to {found['noise']:.3g} in log-probability; allowed {found['allowed']:.3g}" if found["control_different"] else ""
+    return f"{said} ({who} alone changes {found['control_different']} of {found['control_compared']} texts {between}{by})"
