@@ -64,8 +64,8 @@ class FakeServer:
                     self.connection.shutdown(socket.SHUT_RDWR)
                     return None
                 fake.bodies.append(body)
-                if max(body.get("token_ids_logprob", [0])) >= 320:  # SGLang's words
-                    return self.reply({"error": {"message": "token_ids_logprob contains out-of-vocabulary token id"}}, 400)
+                if max(body["input_ids"]) >= 320:
+                    return self.reply({"error": {"message": "input_ids contain an out-of-vocabulary token"}}, 400)
                 answer = fake.answer(body)
                 return self.stream(answer) if body.get("stream") else self.reply(answer)
 
@@ -110,9 +110,9 @@ class FakeServer:
         output = continuation(ids, body["sampling_params"]["max_new_tokens"])
         meta: dict[str, Any] = {"completion_tokens": len(output), "prompt_tokens": len(ids)}
         if body.get("return_logprob"):
-            below = {token: 0.0 if token == output[0] else self.margin if token > output[0] else self.wobble for token in body["token_ids_logprob"]}
-            meta["output_top_logprobs"] = [[[-0.5, output[0], None]]]
-            meta["output_token_ids_logprobs"] = [[[None if distance is None else -0.5 - distance, token, None] for token, distance in below.items()]]
+            places = range(output[0] - 60, output[0] + 60)  # the one that follows first, higher ones `margin` below it, lower ones `wobble`
+            below = {output[0]: 0.0} | {token: self.margin if token > output[0] else self.wobble for token in places if token != output[0]}
+            meta["output_top_logprobs"] = [[[None if distance is None else -0.5 - distance, token, None] for token, distance in below.items()]]
         if self.mode == "serving":
             accepted = accepted_counts(len(output) - 1, self.steps)
             histogram = [accepted.count(n) for n in range(self.steps + 1)]

@@ -121,7 +121,7 @@ def test_kimi_k25_as_without_a_drafter(speculate, start_server, topk, nodes, mak
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "topk", "nodes"), [("llama", 1, 4), ("deepseek_v3", 2, 6)])
 def test_bf16_differs_only_at_near_ties(speculate, make_config, tiny_model, start_server, family, topk, nodes):
-    """Within the bound of bf16 alone: the control (alone, then all at once) must not widen it, since a random mixture of experts makes a noise of 1.7 at times."""
+    """Within the bound of bf16 alone, whatever the control (alone, then all at once) finds: a random mixture of experts makes a noise of 1.7 at times."""
     folder = tiny_model(family, "bfloat16")
     server, _, _ = speculate(family, topk, 3, nodes, "bfloat16")
     try:
@@ -140,7 +140,7 @@ def test_bf16_differs_only_at_near_ties(speculate, make_config, tiny_model, star
     finally:
         baseline.stop()
     assert result.compared == len(PROMPTS) and result.different == [] and result.equal > 0 and result.allowed == NEAR_TIE["bfloat16"]
-    assert controlled.control_compared == len(PROMPTS) and controlled.allowed == max(0.5, 2 * controlled.noise) and controlled.near_ties == result.near_ties
+    assert controlled.control.compared == len(PROMPTS) and controlled.different == [] and controlled.near_ties == result.near_ties
     assert error < NEAR_TIE["bfloat16"]
 
 

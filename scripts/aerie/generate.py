@@ -140,15 +140,12 @@ def generate_all(
 
 
 def next_token_distance(url: str, input_ids: list[int], left: int, right: int, timeout_s: float = 600.0) -> float:
-    """How far the less likely of two next tokens lies below the likeliest of all, in log-probability; inf where the server computed NaN.
+    """How far the less likely of two next tokens lies below the likeliest of all, in log-probability; inf where it is not among the 128 likeliest or the server computed NaN.
 
-    Tells a near tie from a wrong text. One call at a time, on a server with nothing else to do: SGLang 0.5.17 dies of a batch in which only some
-    requests ask for `token_ids_logprob` (read, not seen; 0.5.23 does not). Raises UserError when the server is gone or refuses.
+    Tells a near tie from a wrong text. (`token_ids_logprob` would ask for the two alone, but SGLang 0.5.17 dies of a batch in which only some requests do.)
+    Raises UserError when the server is gone or refuses.
     """
-    body = {
-        "input_ids": input_ids, "sampling_params": {"temperature": 0.0, "max_new_tokens": 1}, "return_logprob": True, "top_logprobs_num": 1,
-        "token_ids_logprob": [left, right],
-    }  # fmt: skip
+    body = {"input_ids": input_ids, "sampling_params": {"temperature": 0.0, "max_new_tokens": 1}, "return_logprob": True, "top_logprobs_num": 128}
     asked = f"how likely tokens {left} and {right} are after {len(input_ids)} others"
     try:
         reply = requests.post(f"{url}/generate", json=body, timeout=timeout_s)
@@ -156,10 +153,9 @@ def next_token_distance(url: str, input_ids: list[int], left: int, right: int, t
         raise UserError(f"{url} stopped answering when asked {asked} ({type(exc).__name__}); see the server's log") from None
     if reply.status_code != 200:
         raise UserError(f"{url} did not say {asked}: {reply.status_code} {reply.text[:200]}")
-    meta = reply.json()["meta_info"]
-    best = meta["output_top_logprobs"][0][0][0]
-    values = {token: value for value, token, *_ in meta["output_token_ids_logprobs"][0]}
-    numbers = (best, values[left], values[right])
+    likeliest = reply.json()["meta_info"]["output_top_logprobs"][0]
+    values = {token: value for value, token, *_ in likeliest}
+    numbers = (likeliest[0][0], values.get(left), values.get(right))
     if any(value is None or not math.isfinite(value) for value in numbers):  # NaN is null in JSON
         return math.inf
-    return best - min(numbers)
+    return numbers[0] - min(numbers)
