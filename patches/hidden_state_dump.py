@@ -13,6 +13,7 @@ during either: when the ring is full the dump is dropped and `<rid>.error` says 
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import inspect
 import json
@@ -51,6 +52,7 @@ FP8_ROWS = 2048  # quantised in one go
 BLOCK_BYTES = 1 << 20  # summed, and written while it is in the core's cache
 ALIGN = 256  # bytes; every tensor in the ring starts at a multiple
 IDLE_S = 0.02  # how often finished copies are looked for while no forward does it
+BUSY_S = 0.05  # a forward that looked so short a time ago is left alone with it: a second thread takes Python's lock from it each time
 READY_S = 120.0  # a server that starts waits so long for its writing process
 RETRY_S = 30.0  # the longest pause before a writing process that could not start is tried again
 DRAIN_S = 10.0  # a writing process whose server ended begins no further rows after so long
@@ -410,6 +412,7 @@ class Writer:
         self.serial = 0
         self.lock = threading.Lock()  # who talks to the process; the forward thread passes by when it is taken; never held while a file is touched
         self.wake, self.over = threading.Event(), False
+        self.looked = 0.0  # when the forward thread last called pump()
         self.link: socket.socket | None = None
         self.unsent, self.received = bytearray(), bytearray()
         self.own_process = process
@@ -430,7 +433,9 @@ class Writer:
         """Queue a job; its copies may still run."""
         self.waiting.append(job)
         self.pump()
-        self.wake.set()
+        self.looked = time.monotonic()
+        if not self.wake.is_set():
+            self.wake.set()
 
     def fail(self, dump: Dump, reason: str) -> None:
         """Drop a dump and say why in `<rid>.error` (an empty reason: without one). Never raises.
@@ -596,6 +601,9 @@ class Writer:
         while True:
             self.wake.wait(1.0)  # a process that ended while nothing was written is noticed too
             time.sleep(IDLE_S)
+            latest = time.monotonic() + 1.0
+            while self.link is not None and not self.over and (now := time.monotonic()) < (then := min(latest, self.looked + BUSY_S)):
+                time.sleep(then - now)
             if self.over:
                 return
             try:
@@ -689,6 +697,29 @@ class OpenFile:
         self.sums: list[int] = []  # of the rows written so far, one a field
 
 
+class Task:
+    """A batch's block while its pieces are written."""
+
+    def __init__(self, number: int, base: int, columns: list[int], pieces: int):
+        self.number, self.base, self.columns = number, base, columns
+        self.left, self.rows, self.seconds = pieces, 0, 0.0  # pieces to come, rows of finished files, of all threads together
+        self.done: list[int] = []
+        self.failed: list[int] = []
+        self.lock = threading.Lock()
+
+    def over(self, key: int, tokens: int, outcome: str, seconds: float) -> bool:
+        """A piece is written, or given up; whether it was the last one."""
+        with self.lock:
+            if outcome == "done":
+                self.done.append(key)
+                self.rows += tokens
+            elif outcome == "failed":
+                self.failed.append(key)
+            self.seconds += seconds
+            self.left -= 1
+            return self.left == 0
+
+
 class FileWriter:
     """Threads that turn the rows of a ring into files, told over `link` what lies where."""
 
@@ -697,7 +728,7 @@ class FileWriter:
         self.server = server  # process id of the server, whose child this is; 0: the same process
         self.until = float("inf")  # no rows are written after this time
         self.fields: list[Field] = []
-        self.jobs: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()
+        self.jobs: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()  # ("fail", ...) or (Task, one of its pieces)
         self.open: dict[int, OpenFile] = {}
         self.failed: dict[int, None] = {}  # keys whose later rows are dropped, the newest last
         self.lock = threading.Lock()  # of open, failed, serial and the link's sending side
@@ -718,8 +749,10 @@ class FileWriter:
                 for message in frames(received):
                     if message[0] == "fields":
                         self.fields = [Field(*item) for item in message[1]]
-                    elif message[0] != "start":
+                    elif message[0] == "fail":
                         self.jobs.put(message)
+                    elif message[0] == "job":
+                        self._share_out(*message[1:])
         finally:
             self.until = time.monotonic() + DRAIN_S
             for _ in threads:
@@ -749,43 +782,49 @@ class FileWriter:
             except OSError:
                 pass  # the server is gone
 
+    def _share_out(self, number: int, base: int, rows: int, pieces: list[tuple]) -> None:
+        """The requests of a batch go to the threads one by one: a file is finished the sooner."""
+        if not pieces:  # all were given up since
+            self._answer(number, {}, [], [])
+            return
+        task = Task(number, base, layout(self.fields, rows)[0], len(pieces))
+        for piece in pieces:
+            self.jobs.put((task, piece))
+
     def _work(self) -> None:
-        while (message := self.jobs.get()) is not None:
-            if message[0] == "fail":
-                _, key, rid, reason, rows = message
+        while (item := self.jobs.get()) is not None:
+            if item[0] == "fail":
+                _, key, rid, reason, rows = item
                 self._fail(key, rid, reason, rows)
                 self._answer(None, {"errors": 1 if reason else 0}, [], [key])
                 continue
-            _, number, base, rows, pieces = message
+            task, piece = item
             begin = time.perf_counter()
-            counts: dict[str, float] = {"dumps": 0, "rows": 0, "bytes": 0, "errors": 0}
-            done: list[int] = []
-            failed: list[int] = []
-            columns, _ = layout(self.fields, rows)
-            for key, rid, tokens, first, count, row, total in pieces:
-                one = self._file_of(key, rid, tokens)
-                if one is None or time.monotonic() > self.until:
-                    continue
-                try:
-                    with one.lock:
-                        if not one.dead:
-                            self._put(one, first, count, row, base, columns)
-                            one.total = one.total or total
-                            if one.written == one.total:
-                                self._finish(one)
-                                done.append(key)
-                                counts["dumps"] += 1
-                                counts["rows"] += tokens
-                                counts["bytes"] += tokens * sum(item.row_bytes for item in self.fields)
-                except Exception as exc:
-                    if not isinstance(exc, OSError):
-                        logger.exception("hidden-state dump: writer")
-                    reason = f"writing failed: {exc.strerror} ({self.settings.dir})" if isinstance(exc, OSError) else f"the writer failed: {exc!r}"
-                    self._fail(key, rid, reason, first)
-                    counts["errors"] += 1
-                    failed.append(key)
-            counts["write_s"] = time.perf_counter() - begin
-            self._answer(number, counts, done, failed)
+            outcome = self._write_piece(task, *piece)
+            if task.over(piece[0], piece[2], outcome, time.perf_counter() - begin):
+                counts = {"dumps": len(task.done), "rows": task.rows, "bytes": task.rows * sum(item.row_bytes for item in self.fields)}
+                self._answer(task.number, {**counts, "errors": len(task.failed), "write_s": task.seconds}, task.done, task.failed)
+
+    def _write_piece(self, task: Task, key: int, rid: str, tokens: int, first: int, count: int, row: int, total: int) -> str:
+        """Write a request's rows of this batch: "done" when its file is finished with them, "failed" when it was given up over them, else ""."""
+        one = self._file_of(key, rid, tokens)
+        if one is None or time.monotonic() > self.until:
+            return ""
+        try:
+            with one.lock:
+                if not one.dead:
+                    self._put(one, first, count, row, task.base, task.columns)
+                    one.total = one.total or total
+                    if one.written == one.total:
+                        self._finish(one)
+                        return "done"
+            return ""
+        except Exception as exc:
+            if not isinstance(exc, OSError):
+                logger.exception("hidden-state dump: writer")
+            reason = f"writing failed: {exc.strerror} ({self.settings.dir})" if isinstance(exc, OSError) else f"the writer failed: {exc!r}"
+            self._fail(key, rid, reason, first)
+            return "failed"
 
     def _file_of(self, key: int, rid: str, tokens: int) -> OpenFile | None:
         """The file these rows belong to; None when it was given up."""
@@ -940,6 +979,8 @@ class Capture:
             raise HiddenStateDumpError(f"{type(switch.text).__name__}.forward takes no forward_batch ({', '.join(parameters)}); this class is not supported")
         self.position = parameters.index("forward_batch")
         self.logged = 0
+        self.kinds: list[tuple[torch.dtype, int]] = []  # of the states of every batch
+        self.memcpy = device_copy(self.stream, writer.ring) if self.stream is not None else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """In place of the text model's forward: the same answer, and the rows of our requests on their way to the files."""
@@ -994,11 +1035,11 @@ class Capture:
         for state in (*states, final):
             if state.shape != final.shape or state.dim() != 2 or len(state) != len(ids):
                 raise RuntimeError(f"states of shape {[tuple(item.shape) for item in (*states, final)]} for {len(ids)} tokens (a shard of them?)")
-        fields = fields_of([*states, final], self.settings.dtype == "fp8")
+        kinds = [(state.dtype, state.shape[-1]) for state in (*states, final)]
         if not self.writer.fields:
-            self.writer.fields = fields
-        if self.writer.fields != fields:
-            raise RuntimeError(f"states changed from {self.writer.fields} to {fields}")
+            self.writer.fields, self.kinds = fields_of([*states, final], self.settings.dtype == "fp8"), kinds
+        if self.kinds != kinds:
+            raise RuntimeError(f"states changed from {self.kinds} to {kinds}")
         kept = [(dump, piece) for piece in pieces if (dump := self.accept(piece)) is not None]
         if not kept:
             return
@@ -1090,7 +1131,7 @@ class Capture:
         # ids are a view of the one buffer into which SGLang copies every batch's (0.5.17 and 0.5.23: model_executor/runner/eager_runner.py; seen on a GPU: the next
         # batch's ids in a dump), final may be one of a model's. The auxiliary states are fresh tensors of this forward (read in both versions:
         # layers/aux_hidden_states.py, the models' own lists, and the reductions that make a residual), so to hold them until they are copied is enough.
-        ids, states[-1] = ids.clone(), states[-1].clone()
+        ids, states[-1] = ids.to(torch.int32, copy=True), states[-1].clone()
         self.stream.wait_stream(main)
         with torch.cuda.stream(self.stream):
             job.started, job.event = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -1101,22 +1142,34 @@ class Capture:
         job.held = (ids, *states)
 
     def _enqueue(self, job: Job, ids: torch.Tensor, states: list[torch.Tensor], starts: list[int], runs: list[list[int]], fp8: bool) -> None:
-        memory, base = self.writer.ring.memory, job.block[0]
-        targets = {}
-        for item, start in zip(self.writer.fields, starts):
-            flat = memory[base + start : base + start + item.row_bytes * job.rows].view(getattr(torch, item.dtype))
-            targets[item.name] = flat.view(job.rows, item.columns) if item.columns else flat
+        places = {item.name: (job.block[0] + start, item.row_bytes) for item, start in zip(self.writer.fields, starts)}
         names = [item.name for item in self.writer.fields if item.columns]
         if fp8:  # in pieces, so that its float32 copies stay small beside a model that fills the GPU
             runs = [[first + at, min(FP8_ROWS, count - at), row + at] for first, count, row in runs for at in range(0, count, FP8_ROWS)]
+
+        def send(name: str, rows: torch.Tensor, row: int) -> None:
+            start, row_bytes = places[name]
+            self.to_host(rows, start + row * row_bytes, len(rows) * row_bytes)
+
         for first, count, row in runs:
-            targets["input_ids"][row : row + count].copy_(ids[first : first + count].to(torch.int32), non_blocking=True)
+            send("input_ids", ids[first : first + count].to(torch.int32), row)
             for name, state in zip(names, states):
                 part = state[first : first + count]
                 if fp8:
                     part, scale = quantize_rows_fp8(part)
-                    targets[f"{name}_scale"][row : row + count].copy_(scale, non_blocking=True)
-                targets[name][row : row + count].copy_(part.contiguous(), non_blocking=True)
+                    send(f"{name}_scale", scale, row)
+                send(name, part, row)
+
+    def to_host(self, rows: torch.Tensor, at: int, nbytes: int) -> None:
+        """Enqueue the copy of rows [R, ...] into the ring at byte `at`, on the copies' stream."""
+        rows = rows.contiguous()
+        if rows.nbytes != nbytes:
+            raise RuntimeError(f"{rows.nbytes} bytes of rows for {nbytes} of the ring")
+        memory = self.writer.ring.memory
+        if self.memcpy is None:
+            memory[at : at + nbytes].view(rows.dtype).view(rows.shape).copy_(rows, non_blocking=True)
+        elif code := self.memcpy(memory.data_ptr() + at, rows.data_ptr(), nbytes):
+            raise RuntimeError(f"a copy to the host failed (CUDA error {code})")
 
     def log_exception(self) -> None:
         """The traceback of the first few failures; after that the counters tell."""
@@ -1134,6 +1187,27 @@ class Capture:
                 del self.refused[oldest]
         for dump in stale:
             self.writer.fail(dump, f"no new rows for {self.settings.stale_s:.0f} s after {dump.next_row} of {dump.tokens}: the request was aborted")
+
+
+def device_copy(stream: torch.cuda.Stream, ring: Ring) -> Callable[[int, int, int], int] | None:
+    """The CUDA driver's own copy from device to host on `stream` as a function (to, from, bytes) -> error code, tried on the ring; None where it does not work.
+
+    One call in place of three slices and a copy_(): eager prefill is bound by what the forward thread does on the host.
+    """
+    try:
+        call = ctypes.PyDLL("libcuda.so.1").cuMemcpyDtoHAsync_v2  # PyDLL: keeps Python's lock, for a few microseconds
+        call.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+        probe = torch.randint(0, 256, (min(ring.size, 1 << 16),), dtype=torch.uint8, device=stream.device)
+        torch.cuda.current_stream(stream.device).synchronize()
+        handle = stream.cuda_stream
+        code = call(ring.memory.data_ptr(), probe.data_ptr(), len(probe), handle)
+        stream.synchronize()
+        if code == 0 and torch.equal(ring.memory[: len(probe)], probe.cpu()):
+            return lambda to, source, nbytes: call(to, source, nbytes, handle)
+        logger.warning("hidden-state dump: the driver's own copy to the host does not work here (CUDA error %d); torch copies, which costs a little more", code)
+    except (OSError, AttributeError) as exc:
+        logger.warning("hidden-state dump: no libcuda.so.1 to copy with (%s); torch copies, which costs a little more", exc)
+    return None
 
 
 def split_output(output: Any) -> tuple[Any, Any]:

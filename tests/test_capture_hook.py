@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
@@ -775,6 +776,48 @@ def test_a_value_that_is_not_finite_shows_in_an_fp8_dump(rig: Callable[..., Rig]
     one.run((rid, [1, 2, 3, 4], 0))
     with pytest.raises(dumps.DumpError, match="aux_1 holds a value that is not finite in row 2 of 4"):
         dumps.check_dump(dumps.read_dump(dumps.wait_dump(one.folder, rid, 10)), rid, [1, 2, 3, 4])
+
+
+@pytest.mark.parametrize("dtype", ["model", "fp8"])
+def test_the_driver_s_copy_lands_where_torch_s_does(rig: Callable[..., Rig], dtype: str) -> None:
+    """On a GPU rows go into the ring by address; here memmove stands in for the driver."""
+    one, copied = rig(dtype=dtype), []
+
+    def memcpy(to: int, source: int, nbytes: int) -> int:
+        ctypes.memmove(to, source, nbytes)
+        copied.append(nbytes)
+        return 0
+
+    requests = [(name(7, run="a"), [5, 6, 7, 8, 9, 1, 2], 0), (name(3, run="b"), [3, 2, 1], 0)]
+    one.run(*requests)
+    files = [dumps.wait_dump(one.folder, rid, 10).read_bytes() for rid, _, _ in requests]
+    for rid, _, _ in requests:
+        dumps.remove_dump(one.folder, rid)
+    one.capture.memcpy = memcpy
+    one.run(requests[0], ("health", [1, 1], 0), requests[1])  # a row between them that is not ours: two stretches to copy
+    assert [dumps.wait_dump(one.folder, rid, 10).read_bytes() for rid, _, _ in requests] == files
+    assert len(copied) == 2 * len(one.writer.fields)
+    one.capture.memcpy = lambda to, source, nbytes: 700
+    again = name(3, run="c")
+    one.run((again, [3, 2, 1], 0))
+    assert "CUDA error 700" in error_of(one, again)
+
+
+def test_requests_of_a_batch_are_written_side_by_side(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    one, together = rig(writers=2), threading.Barrier(2, timeout=10)
+    put = one.writer.files._put
+
+    def meeting(*args: Any) -> None:
+        together.wait()  # breaks, and the dump fails, unless both requests are written at the same time
+        put(*args)
+
+    monkeypatch.setattr(one.writer.files, "_put", meeting)
+    requests = [(name(4, run=run), [1, 2, 3, 4], 0) for run in "ab"]
+    one.run(*requests)
+    for rid, ids, _ in requests:
+        check(one, rid, ids)
+    until(lambda: settled(one))
+    assert one.counters.values["dumps"] == 2 and one.counters.values["rows"] == 8
 
 
 def test_what_a_server_says_of_itself(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
