@@ -27,6 +27,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=0, help="mean length of a prompt (default: 1024 on a GPU, 256 on a CPU)")
     parser.add_argument("--concurrency", type=int, default=0, help="requests in flight (default: extract.max_in_flight on a GPU, 8 on a CPU)")
     parser.add_argument("--repeats", type=int, default=5, help="rounds of each kind (default: %(default)s)")
+    parser.add_argument("--round-seconds", type=float, default=8.0, help="the prompts are sent again until a round lasts so long (default: %(default)s)")
     args = parser.parse_args()
     config = config_from_args(args)
     check_patch()
@@ -44,7 +45,7 @@ def main() -> int:
             plain.wait_ready()  # one after the other: each looks at how much memory is free while it starts
             with start(config, True) as capture:
                 capture.wait_ready()
-                result = measure(config, plain, capture, prompts, concurrency, args.repeats)
+                result = measure(config, plain, capture, prompts, concurrency, args.repeats, args.round_seconds)
         finally:
             plain.stop()
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import statistics
 import threading
@@ -132,14 +133,18 @@ def summary(rounds: list[Round], before: dict[str, float], after: dict[str, floa
     }  # fmt: skip
 
 
-def measure(config: Config, plain: Server, capture: Server, prompts: Sequence[np.ndarray], concurrency: int, repeats: int, say: Any = print) -> dict[str, Any]:
+def measure(
+    config: Config, plain: Server, capture: Server, prompts: Sequence[np.ndarray], concurrency: int, repeats: int, round_s: float = 8.0, say: Any = print
+) -> dict[str, Any]:
     """Both servers alive: rounds take turns (plain, capture, capture, plain, ...), after two rounds each that warm up and do not count.
 
-    On an H200 the first round after a single one each, and after the pause for the counters, ran at half the rate of those that followed.
+    On an H200 the first round after a single one each, and after the pause for the counters, ran at half the rate of those that followed. The prompts are sent again
+    and again until a round lasts `round_s` seconds or more: a round ends with its last dump, and in a short one the wait for that weighs more than it does in a long run.
     """
     folder = dump_dir(config)
     for server, where in ((plain, None), (capture, folder), (capture, folder)):
-        run_round(server, prompts, concurrency, where)
+        warm = run_round(server, prompts, concurrency, where)
+    prompts = list(prompts) * max(1, math.ceil(round_s / warm.seconds))
     time.sleep(2.5)  # the counters' file follows within two seconds
     before, rounds = counters(folder), []
     run_round(plain, prompts, concurrency, None)  # the server has idled since

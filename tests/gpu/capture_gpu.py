@@ -52,8 +52,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 LAYER_IDS = {"smollm2": [1, 14, 26], "deepseek": [2, 4, 6]}
 LENGTHS, VOCAB = (2, 77, 512, 1500, 7000), 30000
-LOADS = {"smollm2": (768, 1024, 64), "deepseek": (1024, 1024, 64)}  # prompts a round, mean tokens, in flight
-REPEATS = 6
+LOADS = {"smollm2": (768, 1024, 64), "deepseek": (384, 1024, 64)}  # prompts a round, mean tokens, in flight
+REPEATS, ROUND_S = 6, 7.0
 # Everything in flight fits: 128 requests of 1,024 tokens on the mean, or three of each length, at 16 KB a token are 2.1 GB. Nothing may be dropped.
 BUDGET_MB = 4096
 # What decides comes first: no part begins once the time is over
@@ -67,7 +67,7 @@ DEVICE = "cuda"
 if not torch.cuda.is_available():
     DEVICE, LENGTHS, VOCAB, SHAPES = "cpu", (2, 77, 300), 320, {"deepseek": CONFIGS["deepseek_v3"]}
     LAYER_IDS, ARGS, LOADS = {"deepseek": [2, 3, 5]}, {"chunked-prefill-size": 256, "skip-tokenizer-init": True}, dict.fromkeys(SHAPES, (12, 64, 4))
-    BUDGET_MB, REPEATS, PARTS = 64, 1, [("deepseek", kind) for kind in ("capture", "fp8", "plain")]
+    BUDGET_MB, REPEATS, ROUND_S, PARTS = 64, 1, 0.0, [("deepseek", kind) for kind in ("capture", "fp8", "plain")]
 
 
 def make_model(name: str, folder: Path) -> Path:
@@ -227,7 +227,7 @@ class Run:
         """The same server with our names and without: nothing else differs between the rounds."""
         requests, tokens, concurrency = LOADS[key[0]]
         config, server = self.configs[key], self.servers[key]
-        found = capture_bench.measure(config, server, server, capture_bench.make_prompts(config, requests, tokens), concurrency, REPEATS)
+        found = capture_bench.measure(config, server, server, capture_bench.make_prompts(config, requests, tokens), concurrency, REPEATS, ROUND_S)
         found |= {"dropped": int(found["counters"].get("dropped", 0)), "errors": int(found["counters"].get("errors", 0)), "dump_dir": str(dump_dir(config))}
         self.costs[key] = found
         return found

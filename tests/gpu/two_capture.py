@@ -26,7 +26,7 @@ from aerie import capture_bench, dumps  # noqa: E402
 from aerie.config import Config, load_config  # noqa: E402
 from aerie.final_proof import THRESHOLD, FinalProof, logprob_request  # noqa: E402
 from aerie.servers import Server, dump_dir  # noqa: E402
-from capture_gpu import ARGS, BUDGET_MB, DEVICE, LAYER_IDS, LOADS, Targets, check_states, row_errors  # noqa: E402
+from capture_gpu import ARGS, BUDGET_MB, DEVICE, LAYER_IDS, LOADS, ROUND_S, Targets, check_states, row_errors  # noqa: E402
 from capture_reference import Client  # noqa: E402
 from cpu_tools import free_port, write_config  # noqa: E402
 from gpu_parts import Parts, begin  # noqa: E402
@@ -156,16 +156,16 @@ class Run:
     def cost(self) -> dict[str, Any]:
         """Prefill with our names and without, on the same server."""
         config, server = self.configs["tp2"], self.servers["tp2"]
-        requests, tokens, concurrency = min(LOADS[NAME][0], 384), *LOADS[NAME][1:]
-        return capture_bench.measure(config, server, server, capture_bench.make_prompts(config, requests, tokens), concurrency, REPEATS)
+        requests, tokens, concurrency = LOADS[NAME]
+        return capture_bench.measure(config, server, server, capture_bench.make_prompts(config, requests, tokens), concurrency, REPEATS, min(ROUND_S, 5.0))
 
     def plain_cost(self) -> dict[str, Any]:
         """The same against a server with capture off, in turns where both live."""
         config, server = self.configs["tp2"], self.servers["plain"]
-        requests, tokens, concurrency = min(LOADS[NAME][0], 384), *LOADS[NAME][1:]
+        requests, tokens, concurrency = LOADS[NAME]
         prompts = capture_bench.make_prompts(config, requests, tokens)
         if "tp2" in self.servers:
-            return capture_bench.measure(config, server, self.servers["tp2"], prompts, concurrency, REPEATS)
+            return capture_bench.measure(config, server, self.servers["tp2"], prompts, concurrency, REPEATS, min(ROUND_S, 5.0))
         return {"plain_tok_s": capture_bench.run_round(server, prompts, concurrency, None).tok_s}
 
     def proof(self) -> dict[str, Any]:
@@ -189,7 +189,7 @@ class Run:
         """Many requests at once under data-parallel attention: each is written once, by the rank that ran it."""
         client = Client(self.servers["dp"])
         before = self.dp_counters()
-        requests, tokens = min(LOADS[NAME][0], 384), LOADS[NAME][1]
+        requests, tokens = LOADS[NAME][:2]
         prompts = [ids.tolist() for ids in capture_bench.make_prompts(self.configs["dp"], min(requests, 128), tokens)]
         checked = len(client.capture_together(prompts))
         after = self.dp_counters()
