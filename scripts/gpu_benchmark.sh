@@ -2,7 +2,7 @@
 # The numbers of one GPU: 10,000 chats that SmolLM2 answers, states, drafter, served as a chain and as a tree, benchmark. About 13 minutes on an H200.
 # gpu_benchmark.sh OUT [--set KEY=VALUE]...   Reports, pages and logs go to OUT; a table comes last. Python: PY, else the active venv's, else .venv's.
 # STAGE=train ends after the drafter, STAGE=measure goes on from there. OPS=1 adds the chain served with our drafter ops and with SGLang's own, at 1, 8 and 32 requests
-# (about 3 minutes more, nvcc on the PATH). A part that fails is named at the end and the rest goes on. Everything runs under runs/gpu-bench and is done again each time.
+# (about 3 minutes more, nvcc on the PATH). PROMPTS=heldout measures that set alone (default: heldout builtin). A part that fails is named at the end and the rest goes on. Everything runs under runs/gpu-bench and is done again each time.
 set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 case ${1:-} in ''|-*) sed -n '2,5s/^# //p' "$0"; exit $([ "${1:-}" = --help ] && echo 0 || echo 2) ;; esac
@@ -53,7 +53,8 @@ step serve scripts/04_serve.sh $config "${chain[@]}" --background
 wait $second || failed+=("serve-tree")
 wait $baseline || failed+=("baseline")
 cp "$runs/$run/baseline.json" "$runs/$tree/baseline.json"
-step bench "$PY" scripts/05_benchmark.py --config $config "${chain[@]}" --prompts heldout builtin
+read -ra sets <<< "${PROMPTS:-heldout builtin}"
+step bench "$PY" scripts/05_benchmark.py --config $config "${chain[@]}" --prompts "${sets[@]}"
 step bench-tree "$PY" scripts/05_benchmark.py --config $config "${branch[@]}" --set 'bench.concurrency=[1,32]' --prompts heldout
 rm -f "$runs/$tree/baseline.json"
 scripts/04_serve.sh $config "${branch[@]}" --stop; scripts/04_serve.sh $config "${chain[@]}" --stop
