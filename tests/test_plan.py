@@ -22,8 +22,13 @@ from aerie.shapes import load_shape, shape_from
 from aerie.store import StoreWriter
 from aerie.unroll import Rope, unroll
 from capture_fakes import Rig
+from cpu_tools import write_config
 from safetensors import safe_open
 from train_helpers import make_drafter, make_fixed, make_sample, make_shape
+
+sys.path.insert(0, str(ROOT / "tests" / "gpu"))
+
+from kimi_shape import WIDE  # noqa: E402
 
 GIB = 1 << 30
 SCRIPT = ROOT / "scripts" / "plan_run.py"
@@ -330,6 +335,29 @@ def test_compare_reads_a_servers_log(tmp_path, tokens, code):
     assert "extraction: KV tokens" in done.stdout and ("over 10% off" in done.stdout) == bool(code)
 
 
+# What two servers said on an H200 (SGLang 0.5.17, 2026-11-30): a DeepSeek-V3 of Kimi's widths with 8 layers and 32 experts, and a Llama of SmolLM2's shape.
+H200_LOG = """[2026-11-30 00:43:14] Load weight begin. avail mem=111.23 GB
+[2026-11-30 00:43:23] Load weight end. elapsed=9.01 s, type=DeepseekV3ForCausalLM, avail mem=88.55 GB, mem usage=22.68 GB.
+[2026-11-30 00:43:27] KV Cache is allocated. dtype: torch.bfloat16, #tokens: 65536, KV size: 0.56 GB
+""", """[2026-11-30 00:50:14] Load weight begin. avail mem=138.16 GB
+[2026-11-30 00:50:15] Load weight end. elapsed=0.75 s, type=LlamaForCausalLM, avail mem=137.89 GB, mem usage=0.27 GB.
+[2026-11-30 00:50:16] KV Cache is allocated. dtype: torch.bfloat16, #tokens: 400000, K size: 4.29 GB, V size: 4.29 GB
+"""  # fmt: skip
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_servers_on_an_h200(tmp_path, smollm2, which):
+    model, tokens = (WIDE, 65536) if which == 0 else (json.loads((Path(smollm2) / "config.json").read_text()), 400000)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(model | {"dtype": "bfloat16"}))
+    (tmp_path / "server.log").write_text(H200_LOG[which])
+    server = {"args": {"mem-fraction-static": 0.6, "max-total-tokens": tokens, "context-length": 4096, "disable-cuda-graph": True}}
+    config = write_config(tmp_path / "c.toml", tmp_path / "model", [2, 4, 6], target={"dtype": "bfloat16"}, server=server)
+    words = ("--gpus", "1", "--gpu-gib", "139", "--paper", "--compare", "--set", "plan.samples=208", "--server-log", str(tmp_path / "server.log"))
+    done = script("--config", str(config), "--run", "h200_test", *words)
+    assert done.returncode == 0 and done.stdout.count("extraction: ") == 3, done.stdout + done.stderr
+
+
 # --- the trainer, measured on the CPU -----------------------------------------------------------------------------------------------------------
 
 
@@ -365,8 +393,11 @@ def test_what_a_training_step_keeps_for_backward(prompt, answer, steps):
     assert loss.requires_grad
 
 
-# Peaks of bench_train.py on one H200 (torch 2.11.0, bf16, the fused path), 2026-11-29: config with the same drafter, rows of a step, supervised rows, GiB.
-H200 = [("kimi-k2.5", 4096, 2744, 28.248), ("kimi-k2.5", 8192, 5463, 33.737), ("llama-3.1-8b", 8192, 5615, 16.647), ("llama-3.1-8b", 8192, 1913, 12.560), ("llama-3.1-8b", 2048, 1410, 11.232)]
+# Peaks of bench_train.py on one H200 (torch 2.11.0, bf16, the fused path), 2026-11-30, one of 2,048 rows 2026-11-29: config with the same drafter, rows of a step, supervised rows, GiB.
+H200 = [
+    ("kimi-k2.5", 4096, 2855, 28.337), ("kimi-k2.5", 4096, 1225, 26.057), ("kimi-k2.5", 8192, 5710, 33.977), ("kimi-k2.5", 16384, 11428, 45.356),
+    ("llama-3.1-8b", 8192, 5710, 16.658), ("llama-3.1-8b", 8192, 2446, 13.396), ("llama-3.1-8b", 16384, 11428, 23.724), ("llama-3.1-8b", 2048, 1410, 11.232),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "rows", "labels", "peak"), H200)
