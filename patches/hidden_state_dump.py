@@ -48,7 +48,8 @@ RID = re.compile(r"aerie\.[A-Za-z0-9_-]{1,48}\.[0-9a-f]{16}\.[0-9a-f]{8}\.([0-9]
 SAFETENSORS_DTYPE = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float8_e4m3fn": "F8_E4M3", "int32": "I32"}  # by torch's names
 FP8_MAX = 448.0  # the largest finite e4m3 value
 FP8_TINY = 1e-30  # a row of zeros gets a scale that can still be divided by
-FP8_ROWS = 2048  # quantised in one go
+FP8_ROWS = 2048  # quantised in one go where torch does it
+OPS_ABI = 5  # of the library of the drafter ops: AERIE_ABI of cuda/src/aerie_drafter.h
 BLOCK_BYTES = 1 << 20  # summed, and written while it is in the core's cache
 ALIGN = 256  # bytes; every tensor in the ring starts at a multiple
 IDLE_S = 0.02  # how often finished copies are looked for while no forward does it
@@ -76,6 +77,7 @@ class Settings(NamedTuple):
     stale_s: float = 300.0  # a request without new rows for so long was aborted
     log_s: float = 60.0  # how often the counters are logged
     writers: int = 4  # threads of the writing process
+    ops: str = ""  # the library of the drafter ops (cuda/): on a GPU its kernel makes fp8 rows out of bf16 ones
 
 
 def read_settings(environ: dict[str, str] | os._Environ = os.environ) -> Settings | None:
@@ -91,7 +93,7 @@ def read_settings(environ: dict[str, str] | os._Environ = os.environ) -> Setting
         try:
             if name == "layer_ids":
                 values[name] = tuple(int(item) for item in text.split(","))
-            elif name in ("dir", "dtype"):
+            elif name in ("dir", "dtype", "ops"):
                 values[name] = text
             else:
                 values[name] = (float if name.endswith("_s") else int)(text)
@@ -981,6 +983,7 @@ class Capture:
         self.logged = 0
         self.kinds: list[tuple[torch.dtype, int]] = []  # of the states of every batch
         self.memcpy = device_copy(self.stream, writer.ring) if self.stream is not None else None
+        self.kernel = fp8_kernel(self.stream, settings.ops) if self.stream is not None and settings.dtype == "fp8" and settings.ops else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """In place of the text model's forward: the same answer, and the rows of our requests on their way to the files."""
@@ -1144,7 +1147,8 @@ class Capture:
     def _enqueue(self, job: Job, ids: torch.Tensor, states: list[torch.Tensor], starts: list[int], runs: list[list[int]], fp8: bool) -> None:
         places = {item.name: (job.block[0] + start, item.row_bytes) for item, start in zip(self.writer.fields, starts)}
         names = [item.name for item in self.writer.fields if item.columns]
-        if fp8:  # in pieces, so that its float32 copies stay small beside a model that fills the GPU
+        kernel = self.kernel if states[0].dtype is torch.bfloat16 else None
+        if fp8 and kernel is None:  # in pieces, so that its float32 copies stay small beside a model that fills the GPU
             runs = [[first + at, min(FP8_ROWS, count - at), row + at] for first, count, row in runs for at in range(0, count, FP8_ROWS)]
 
         def send(name: str, rows: torch.Tensor, row: int) -> None:
@@ -1156,7 +1160,7 @@ class Capture:
             for name, state in zip(names, states):
                 part = state[first : first + count]
                 if fp8:
-                    part, scale = quantize_rows_fp8(part)
+                    part, scale = kernel(part) if kernel is not None else quantize_rows_fp8(part)
                     send(f"{name}_scale", scale, row)
                 send(name, part, row)
 
@@ -1208,6 +1212,43 @@ def device_copy(stream: torch.cuda.Stream, ring: Ring) -> Callable[[int, int, in
     except (OSError, AttributeError) as exc:
         logger.warning("hidden-state dump: no libcuda.so.1 to copy with (%s); torch copies, which costs a little more", exc)
     return None
+
+
+def fp8_kernel(stream: torch.cuda.Stream, path: str) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None:
+    """quantize_rows_fp8() by one launch of the drafter ops' kernel, tried against it; None, with a warning, where the library does not fit."""
+    try:
+        library = ctypes.PyDLL(path)
+        if library.aerie_abi() != OPS_ABI:
+            raise OSError(f"it is of version {library.aerie_abi()}, not {OPS_ABI}; build it again with make cuda")
+        if code := library.aerie_prepare():
+            raise OSError(f"it was built for other GPUs (CUDA error {code}); build it again with make cuda")
+        kernel = library_quantize(library, stream.cuda_stream)
+        probe = torch.randn(33, 1000, device=stream.device).to(torch.bfloat16)
+        torch.cuda.current_stream(stream.device).synchronize()
+        with torch.cuda.stream(stream):
+            pairs = [(each.view(torch.uint8).cpu(), wanted.view(torch.uint8).cpu()) for each, wanted in zip(kernel(probe), quantize_rows_fp8(probe))]
+        if all(torch.equal(*pair) for pair in pairs):
+            return kernel
+        raise OSError("its rows are not those that torch makes")
+    except (OSError, AttributeError, RuntimeError) as exc:
+        logger.warning("hidden-state dump: the drafter ops %s are not used for fp8 rows: %s", path, exc)
+    return None
+
+
+def library_quantize(library: ctypes.CDLL, stream: int) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """[T, H] bf16 -> e4m3 [T, H] and float32 scale [T] by the library's kernel on `stream`."""
+    call = library.aerie_quantize_rows_fp8
+    call.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 3]
+
+    def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        q, scale = torch.empty(rows.shape, dtype=torch.float8_e4m3fn, device=rows.device), torch.empty(len(rows), device=rows.device)
+        if code := call(rows.data_ptr(), rows.stride(0), *rows.shape, q.data_ptr(), scale.data_ptr(), stream):
+            raise RuntimeError(f"aerie_quantize_rows_fp8 failed (CUDA error {code})")
+        return q, scale
+
+    return quantize
 
 
 def split_output(output: Any) -> tuple[Any, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "cuda"), str(ROOT / "tests"), str(ROOT / "tests" / "cuda_emulated")]
 
 import cuda_naive as naive  # noqa: E402
+import op_library  # noqa: E402
 import reference  # noqa: E402
 import reference_tree  # noqa: E402
 from op_library import VARIANTS  # noqa: E402
@@ -195,3 +197,31 @@ def test_trees(kernels, topk, steps, nodes):
     run(kernels, "verify", predicts, n * nodes, accept, number, candidates, *rest[1:], target, n, nodes, width)
     expected = reference_tree.verify_tree_greedy(candidates, *want[2:], target, width)
     assert torch.equal(accept, expected.accept_index) and torch.equal(number, expected.accept_token_num) and torch.equal(predicts, expected.predicts)
+
+
+def test_capture_s_fp8_rows(kernels):
+    """The extraction server calls the library by itself (patches/hidden_state_dump.py): bit for bit the rows that torch makes there, whatever the stride."""
+    from capture_fakes import load_hook
+
+    hook, strides = load_hook(), []
+    assert hook.OPS_ABI == op_library.ABI
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, *[*op_library.SIGNATURES["aerie_quantize_rows_fp8"], ctypes.c_void_p])
+    def launch(x, stride, n, h, q, scale, stream):
+        strides.append(stride)
+        rows = (ctypes.c_uint16 * (n * h))()
+        for row in range(n):
+            ctypes.memmove(ctypes.addressof(rows) + row * h * 2, x + row * stride * 2, h * 2)
+        kernels.quantize(rows, ctypes.c_int64(n), ctypes.c_int64(h), ctypes.c_void_p(q), ctypes.c_void_p(scale))
+        return 0 if stream == 7 else 1
+
+    quantize = hook.library_quantize(types.SimpleNamespace(aerie_quantize_rows_fp8=launch), 7)
+    for rows, columns in ((2, 8), (5, 104), (7, 4088)):
+        x = torch.randn(rows, columns + 8).mul(3).bfloat16()
+        x[0], x[-1, 1] = 0.0, float("inf")
+        for part in (x, x[1:], x[:, :columns], x.t().contiguous().t()):  # the last is not row by row
+            for found, wanted in zip(quantize(part), hook.quantize_rows_fp8(part)):
+                assert torch.equal(found.view(torch.uint8), wanted.contiguous().view(torch.uint8))
+        assert strides[-4:] == [columns + 8] * 4
+    with pytest.raises(RuntimeError, match="aerie_quantize_rows_fp8 failed .CUDA error 1."):
+        hook.library_quantize(types.SimpleNamespace(aerie_quantize_rows_fp8=launch), 8)(x)

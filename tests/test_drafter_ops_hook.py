@@ -97,14 +97,34 @@ def test_the_server_gets_it_only_when_asked_for(monkeypatch, tmp_path):
     with pytest.raises(UserError, match="serve.drafter_ops = true needs an NVIDIA GPU"):
         servers.server_env(on, "serving")
     monkeypatch.setattr(servers, "has_gpu", lambda: True)
-    monkeypatch.setattr(servers, "ROOT", tmp_path)
+    library = tmp_path / "libaerie_drafter.so"
+    monkeypatch.setattr(servers, "OPS_LIBRARY", library)
     with pytest.raises(UserError, match="is missing; build it with `make cuda`"):
         servers.server_env(on, "serving")
-    library = tmp_path / "cuda" / "build" / "libaerie_drafter.so"
-    library.parent.mkdir(parents=True), library.touch()
+    library.touch()
     env = servers.server_env(on, "serving")
     assert env["AERIE_SERVE_DRAFTER_OPS"] == "1" and env["PYTHONPATH"].startswith(str(PLUGIN))
     assert "AERIE_SERVE_DRAFTER_OPS" not in servers.server_env(on, "baseline") | servers.server_env(on, "extraction")
+
+
+def test_the_extraction_server_gets_it_for_fp8_rows_on_a_gpu_alone(monkeypatch, tmp_path):
+    from aerie import servers
+    from aerie.config import load_config
+
+    library = tmp_path / "libaerie_drafter.so"
+    monkeypatch.setattr(servers, "OPS_LIBRARY", library)
+    monkeypatch.delenv("AERIE_DRAFTER_OPS", raising=False)
+    bf16, fp8 = (load_config(str(ROOT / "configs" / "smollm2-135m.toml"), "", [f"extract.dtype={dtype}"]) for dtype in ("model", "fp8"))
+
+    def given(config, gpu=True):
+        monkeypatch.setattr(servers, "has_gpu", lambda: gpu)
+        return servers.server_env(config, "extraction").get("SGLANG_HS_DUMP_OPS")
+
+    assert given(fp8) is None  # not built
+    library.touch()
+    assert given(fp8) == str(library) and given(bf16) is None and given(fp8, gpu=False) is None
+    monkeypatch.setenv("AERIE_DRAFTER_OPS", "reference")
+    assert given(fp8) is None
 
 
 @pytest.mark.gpu

@@ -25,6 +25,7 @@ from .report import write_json
 from .target import problem_with
 
 MODES = ("extraction", "serving", "baseline", "oracle")  # capture on / target + drafter / target alone / SGLang's own aux states in the answer (see prove.py)
+OPS_LIBRARY = ROOT / "cuda" / "build" / "libaerie_drafter.so"
 CAPTURE_OFF = {"SGLANG_HS_DUMP_DIR": ""}  # an extraction server with capture off: what bench_capture.py compares with
 PORT_KEYS = {"extraction": "server.port", "serving": "serve.port", "baseline": "bench.baseline_port", "oracle": "bench.baseline_port"}
 
@@ -145,6 +146,8 @@ def server_env(config: Config, mode: str) -> dict[str, str]:
         env["SGLANG_HS_DUMP_DIR"] = str(dump_dir(config))
         env["SGLANG_HS_DUMP_LAYER_IDS"] = ",".join(map(str, config.target.aux_layer_ids))
         env["SGLANG_HS_DUMP_DTYPE"] = config.extract.dtype
+        if config.extract.dtype == "fp8" and has_gpu() and OPS_LIBRARY.is_file() and os.environ.get("AERIE_DRAFTER_OPS") != "reference":
+            env["SGLANG_HS_DUMP_OPS"] = str(OPS_LIBRARY)
     if mode == "serving" and config.serve.drafter_ops:
         env |= drafter_ops_env(env)
     if not has_gpu():
@@ -158,11 +161,10 @@ def server_env(config: Config, mode: str) -> dict[str, str]:
 
 def drafter_ops_env(env: dict[str, str]) -> dict[str, str]:
     """Switches on the SGLang plugin that calls the drafter ops of cuda/ (serve.drafter_ops). Raises UserError where they cannot run."""
-    library = ROOT / "cuda" / "build" / "libaerie_drafter.so"
     if not has_gpu():
         raise UserError("serve.drafter_ops = true needs an NVIDIA GPU and none is here; set serve.drafter_ops = false")
-    if not library.is_file():
-        raise UserError(f"serve.drafter_ops = true, but {library} is missing; build it with `make cuda`, or set serve.drafter_ops = false")
+    if not OPS_LIBRARY.is_file():
+        raise UserError(f"serve.drafter_ops = true, but {OPS_LIBRARY} is missing; build it with `make cuda`, or set serve.drafter_ops = false")
     return {"AERIE_SERVE_DRAFTER_OPS": "1", "AERIE_ROOT": str(ROOT), "PYTHONPATH": python_path(DRAFTER_OPS, env.get("PYTHONPATH"))}
 
 
