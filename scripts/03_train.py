@@ -14,6 +14,7 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from typing import Callable
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -21,7 +22,7 @@ import aerie  # noqa: F401  first: it finds the Python that has the packages
 import numpy as np
 import torch
 
-from aerie.checkpoints import last_checkpoint, one_training, read_state
+from aerie.checkpoints import folder_of, last_checkpoint, load_checkpoint, one_training, read_state
 from aerie.config import Config, add_config_arguments, config_from_args
 from aerie.curves import Curves, draw_curves, warnings_of
 from aerie.distributed import start_group
@@ -34,8 +35,9 @@ from aerie.extract_plan import make_plan
 from aerie.gpus import apart, torchrun, training_env
 from aerie.identity import model_hash, tokenizer_hash
 from aerie.ops import choose_kernels
+from aerie.paths import RunPaths
 from aerie.progress import Progress
-from aerie.report import write_report
+from aerie.report import read_report, write_report
 from aerie.servers import stop_servers
 from aerie.store import Store, StreamingStore
 from aerie.stream_train import StreamTrainer, total_steps, wait_for_heldout
@@ -107,6 +109,32 @@ def begin(config: Config, drafter: Drafter, target: TargetWeights, head: torch.T
     return taken
 
 
+def mend_export(trainer: Trainer, run: RunPaths, belongs: str, on_best: Callable[[Drafter, dict], None]) -> None:
+    """After a resume: the drafter's folder is that of the best step so far, whatever happened to it meanwhile; else it is exported again."""
+    step, group = trainer.state.best_step, trainer.group
+    best = folder_of(run.checkpoints, step)
+    if trainer.state.best < 0 or group.first(is_exported(run.drafter, belongs, step)):
+        return
+    if not group.first(best.is_dir()):
+        print(f"{run.drafter} does not hold the drafter of step {step}, the best so far, and no checkpoint does: the next one that is evaluated is exported", flush=True)
+        trainer.forget_best()
+    elif not group.rank:
+        print(f"{run.drafter} does not hold the drafter of step {step}, the best so far: it is made again from {best.name}", flush=True)
+        drafter, rng = Drafter(trainer.drafter.shape), torch.get_rng_state()
+        load_checkpoint(best, drafter, None)
+        torch.set_rng_state(rng)
+        on_best(drafter, next(found for found in trainer.state.evals if found["step"] == step))
+
+
+def is_exported(folder: Path, belongs: str, step: int) -> bool:
+    """Whether the folder holds what this training exported at this step."""
+    try:
+        found = read_report(folder / "training.json")
+    except UserError:
+        return False
+    return (folder / "model.safetensors").is_file() and (found.get("fingerprint"), found.get("step")) == (belongs, step)
+
+
 def verdict(found: dict, samples: int) -> int:
     """Of --overfit: a sound pipeline memorises a few samples nearly whole. Returns the exit code."""
     share = found["predicted_accept_length"] / max(found["possible_accept_length"], 1e-9)
@@ -127,6 +155,11 @@ def main() -> int:
     args = parser.parse_args()
     config = config_from_args(args)
     train, run = config.train, config.run
+    if args.overfit < 0 or args.overfit and (args.stream or args.resume):
+        raise UserError(f"--overfit {args.overfit} memorises that many samples of a whole store, 1 or more, always anew; leave out --stream and --resume")
+    if args.resume and args.fresh:
+        raise UserError("--resume goes on and --fresh starts anew; leave one of them out")
+    folder = run.root / "overfit" if args.overfit else run.drafter  # a drafter that knows a few samples by heart is nobody's best
     if args.stream and len(train.gpus) > 1:
         raise UserError(f"--stream trains in one process, and train.gpus = {train.gpus} names several GPUs; name one, or train after the extraction")
     os.environ |= (env := training_env(train.gpus))
@@ -148,6 +181,8 @@ def main() -> int:
     planned = make_plan(run.data, config.extract.all_final_rows) if stream else None
     store = wait_for_heldout(stream, sum(job.heldout for job in planned.jobs), print) if stream else Store.open(run.store)
     check_store(config, store)
+    if not stream and (gone := store.missing_shards()):
+        raise UserError(f"{len(gone)} shards of the store in {store.path} are missing, the first: {gone[0]}; run `make extract`, which asks for their samples again")
     if train.stop_server and not args.stream and not apart(config) and group.rank == 0:
         for mode in stop_servers(config):
             print(f"ended the {mode} server of run {run.name!r}: it held the memory (train.stop_server)", flush=True)
@@ -158,6 +193,8 @@ def main() -> int:
     if not len(training) and not stream:
         raise UserError(f"the store in {store.path} holds no training sample; make data and extract first")
     if args.overfit:
+        if args.overfit > len(training):
+            print(f"--overfit {args.overfit}: the store holds {len(training)} samples to train on, all of them are taken", flush=True)
         training = heldout = training[: args.overfit]
         train.eval_samples, train.eval_every, train.epochs, train.aux_noise, train.weight_decay = len(training), OVERFIT_STEPS, OVERFIT_STEPS, 0.0, 0.0
     head = target_head(store.manifest, target, draft_ids, device, dtype)
@@ -181,7 +218,7 @@ def main() -> int:
         print(f"step {found['step']}: predicted accept length {found['predicted_accept_length']:.3f}, held-out accuracy "
               f"{', '.join(f'{value:.3f}' for value in found['accuracy'])}; exported", flush=True)  # fmt: skip
         training_json = {**identity, "step": found["step"], "predicted_accept_length": found["predicted_accept_length"]}
-        export_drafter(run.drafter, best, draft_ids, config.target.aux_layer_ids, target.config, export_dtype, training_json)
+        export_drafter(folder, best, draft_ids, config.target.aux_layer_ids, target.config, export_dtype, training_json)
 
     if stream:
         steps = total_steps(planned, train.batch_tokens, train.accumulate)
@@ -199,6 +236,7 @@ def main() -> int:
         if stream:
             trainer.resume_stream(read_state(latest)["trained_shards"])
         print(f"resumed from {latest.name}", flush=True)
+        mend_export(trainer, run, belongs, on_best)
     elif args.resume:
         raise UserError(f"nothing to resume: {'the checkpoint ' + str(latest) + ' is of other data or another config' if latest else f'no checkpoint in {run.checkpoints}'}; leave out --resume to start anew")
     elif stream and stream.consumed():
@@ -210,7 +248,7 @@ def main() -> int:
         if not args.overfit and not group.rank:
             shutil.rmtree(run.checkpoints, ignore_errors=True)
     trainer.extra_state = {"fingerprint": belongs}
-    tensorboard = Curves(run.root / "tensorboard") if not group.rank else None
+    tensorboard = Curves(run.root / "tensorboard" / ("overfit" if args.overfit else "")) if not group.rank else None
     if tensorboard:
         trainer.on_numbers = tensorboard.add
     progress = Progress(len(training) * train.epochs, "trained", already=trainer.state.samples, stream=open(os.devnull, "w") if group.rank else None)
@@ -223,23 +261,23 @@ def main() -> int:
         return 0
     tensorboard.close()
     if state.best < 0:  # no held-out samples: the last weights are all there is
-        export_drafter(run.drafter, full, draft_ids, config.target.aux_layer_ids, target.config, export_dtype, {**identity, "step": state.step})
+        export_drafter(folder, full, draft_ids, config.target.aux_layer_ids, target.config, export_dtype, {**identity, "step": state.step})
     warnings = warnings_of(state.history, state.evals)
     for warning in warnings:
         print(f"warning: {warning}", flush=True)
     best = next((found for found in state.evals if found["step"] == state.best_step), {})
-    draw_curves(run.drafter / "curves.png", state.history, state.evals)
     report = write_report(
-        run.drafter / "report.json", config=config.as_dict(), predicted_accept_length=best.get("predicted_accept_length"), best_step=state.best_step, steps=state.step,
+        folder / "report.json", config=config.as_dict(), predicted_accept_length=best.get("predicted_accept_length"), best_step=state.best_step, steps=state.step,
         epochs=train.epochs, samples=state.samples, tokens=state.tokens, supervised_rows=state.rows, train_seconds=state.seconds,
         train_tok_s=state.tokens / max(state.seconds, 1e-9), wall_seconds=time.monotonic() - started, eval=best, evals=state.evals, history=state.history,
-        bad_samples=state.bad or trainer.reader.bad, processes=group.world, warnings=warnings, stopped_early=trainer.stop_reason, drafter_parameters=sum(p.numel() for p in drafter.parameters()),
+        bad_samples=(state.bad or trainer.reader.bad) | trainer.eval_reader.bad, processes=group.world, warnings=warnings, stopped_early=trainer.stop_reason, drafter_parameters=sum(p.numel() for p in drafter.parameters()),
         init=origin, compute_dtype=str(dtype), **({"peak_gpu_bytes": torch.cuda.max_memory_allocated()} if device.type == "cuda" else {}),
     )  # fmt: skip
     print(f"trained on {state.samples} samples in {state.seconds:.0f} s, {report['train_tok_s']:.0f} tok/s; predicted accept length "
-          f"{report['predicted_accept_length'] or float('nan'):.3f} (step {state.best_step}); {run.drafter}", flush=True)  # fmt: skip
+          f"{report['predicted_accept_length'] or float('nan'):.3f} (step {state.best_step}); {folder}", flush=True)  # fmt: skip
+    draw_curves(folder / "curves.png", state.history, state.evals)  # after the report: what cannot be drawn is trained all the same
     if args.overfit:
-        return verdict(best, args.overfit)
+        return verdict(best, len(training))
     return 0
 
 

@@ -115,6 +115,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     add_config_arguments(parser)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # else both ends would go on without us
     config = config_from_args(args)
     size, keep = store_size(config), config.extract.keep_gb * 1e9
     fits = not keep or size <= keep

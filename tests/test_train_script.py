@@ -92,7 +92,7 @@ def test_overfit_says_whether_the_pipeline_is_sound(make_config):
     write_run(config)
     done = train(config, "--overfit", "4")
     assert done.returncode == 0 and "\nsound: 4 memorised samples" in done.stdout, done.stdout + done.stderr
-    assert list((config.run.root / "tensorboard").glob("events*")) and not config.run.checkpoints.exists()
+    assert list((config.run.root / "tensorboard" / "overfit").glob("events*")) and not config.run.checkpoints.exists()
 
 
 @pytest.mark.slow

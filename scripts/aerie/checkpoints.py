@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -19,6 +20,8 @@ from .errors import UserError
 from .paths import RunPaths, lock_folder
 from .report import write_json
 from .samples import settle, system_errors
+from .shard_writer import chunked_rows, digest, fsync_folder, states_sum
+from .shards import byte_rows
 
 STATE = "state.json"
 
@@ -41,9 +44,27 @@ def one_training(run: RunPaths) -> int | None:
     for old in run.root.glob(f".{run.drafter.name}.*.old"):  # killed between two renames of export_drafter(): the drafter that was
         if not run.drafter.exists():
             old.rename(run.drafter)
-    for leftover in (*run.root.glob(f".{run.drafter.name}.*.tmp"), *run.root.glob(f".{run.drafter.name}.*.old"), *run.checkpoints.glob(".step-*.tmp")):
+    leftovers = (f".{run.drafter.name}.*.tmp", f".{run.drafter.name}.*.old", ".overfit.*.tmp", ".overfit.*.old", f"{run.checkpoints.name}/.step-*.tmp")
+    for leftover in (path for pattern in leftovers for path in run.root.glob(pattern)):
         shutil.rmtree(leftover, ignore_errors=True)
     return handle
+
+
+def sum_of(tensors: dict[str, Tensor]) -> str:
+    """16 hex digits of all names, dtypes, shapes and bytes, at memory speed: a changed bit in weights or moments would be trained on without a word."""
+    parts = []
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        rows = byte_rows(tensor.reshape(len(tensor), -1) if tensor.dim() else tensor.reshape(1, 1))
+        hashes = [part for _, _, part in chunked_rows([rows])]
+        parts.append(f"{name} {tensor.dtype} {list(tensor.shape)} {states_sum(np.concatenate([np.zeros(0, np.uint64), *hashes]))}")
+    return digest("\n".join(parts).encode())
+
+
+def signed(state: dict[str, Any]) -> dict[str, Any]:
+    """The state with a checksum of itself."""
+    plain = json.loads(json.dumps({key: value for key, value in state.items() if key != "sum"}, default=str))  # as it is read back
+    return {**plain, "sum": digest(json.dumps(plain, sort_keys=True).encode())}
 
 
 def save_checkpoint(root: Path, step: int, best_step: int, drafter: Drafter, optimizer: torch.optim.Optimizer, state: dict[str, Any], group: Group = Group()) -> Path:
@@ -75,9 +96,11 @@ def write_checkpoint(root: Path, step: int, best_step: int, tensors: dict[str, T
         with system_errors(final / "tensors.safetensors"):
             save_file(tensors, temporary / "tensors.safetensors")
         settle(temporary / "tensors.safetensors")
-        write_json(temporary / STATE, {**state, "step": step, "best_step": best_step})
+        write_json(temporary / STATE, signed({**state, "step": step, "best_step": best_step, "tensors_sum": sum_of(tensors)}))
+        fsync_folder(temporary)
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
+        fsync_folder(root)  # before the others go
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     for other in root.glob("step-*"):
@@ -97,6 +120,8 @@ def read_state(folder: Path) -> dict[str, Any]:
         found = json.loads((folder / STATE).read_text(encoding="utf-8"))
         if not isinstance(found, dict):
             raise ValueError(f"{STATE} holds no JSON object")
+        if signed(found) != found:
+            raise ValueError(f"{STATE} does not match its checksum")
         return found
     except (OSError, ValueError, RecursionError) as exc:
         raise UserError(f"{folder} is not a whole checkpoint ({exc}); remove it and resume again") from None
@@ -110,6 +135,8 @@ def load_checkpoint(folder: Path, drafter: Drafter, optimizer: torch.optim.Optim
         tensors = load_file(folder / "tensors.safetensors")
     except (OSError, SafetensorError) as exc:
         raise UserError(f"{folder} is not a whole checkpoint ({exc}); remove it and resume again") from None
+    if state["tensors_sum"] != sum_of(tensors):
+        raise UserError(f"{folder} is not a whole checkpoint (tensors.safetensors does not match its checksum); remove it and resume again")
     optimizer_state: dict[int, dict[str, Tensor]] = {}
     order = [id(parameter) for part in optimizer.param_groups for parameter in part["params"]] if optimizer is not None else []
     for name, parameter in drafter.named_parameters():

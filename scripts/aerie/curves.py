@@ -19,7 +19,11 @@ class Curves:
             self.writer = None
             print("tensorboard is not installed: no TensorBoard files (curves.png and report.json have the same numbers)", flush=True)
             return
-        self.writer = SummaryWriter(str(folder))
+        try:
+            self.writer = SummaryWriter(str(folder))
+        except UnicodeEncodeError:  # its file names are UTF-8 alone
+            self.writer = None
+            print("no TensorBoard files: this locale is not UTF-8, and the run's path is not ASCII (set LC_ALL=C.UTF-8)", flush=True)
 
     def add(self, kind: str, numbers: dict[str, Any]) -> None:
         """One window of training or one evaluation."""
@@ -74,6 +78,9 @@ def draw_curves(path: Path, history: list[dict[str, Any]], evals: list[dict[str,
     axes[2].set_xlabel("optimiser step")
     figure.tight_layout()
     temporary = path.with_name(f".{path.stem}.tmp.png")
-    figure.savefig(temporary, dpi=110)
-    temporary.replace(path)
-    pyplot.close(figure)
+    try:
+        figure.savefig(temporary, dpi=110)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+        pyplot.close(figure)

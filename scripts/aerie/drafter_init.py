@@ -116,12 +116,20 @@ def start_from(folder: Path, config: Config, drafter: Drafter, head: Tensor, dra
     Raises UserError when it reads other auxiliary layers or has another shape.
     """
     theirs, tensors = read_drafter(folder)
-    layers = (theirs.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    eagle = theirs.get("eagle_config")
+    layers = eagle.get("eagle_aux_hidden_state_layer_ids") if isinstance(eagle, dict) else None
     if layers is not None and list(layers) != config.target.aux_layer_ids:
         raise UserError(f"train.init_from: {folder} reads layers {layers}, target.aux_layer_ids is {config.target.aux_layer_ids}; extract states of its layers, or start without it")
     kept = len(draft_ids)
+    for name, value in tensors.items():
+        if value.is_floating_point() and not bool(torch.isfinite(value.float()).all()):
+            raise UserError(f"train.init_from: {folder}: tensor {name} holds a value that is not finite; name another drafter")
     if "lm_head.weight" in tensors and "d2t" in tensors:
         own = tensors["d2t"].long() + torch.arange(len(tensors["d2t"]))
+        if len(own) and not 0 <= int(own.min()) <= int(own.max()) < drafter.shape.vocab_size:
+            raise UserError(f"train.init_from: {folder}: d2t names target ids {int(own.min())} to {int(own.max())}, the target has {drafter.shape.vocab_size}; is it of this target?")
+        if tensors["lm_head.weight"].shape != (len(own), head.shape[1]):
+            raise UserError(f"train.init_from: {folder}: lm_head.weight is {list(tensors['lm_head.weight'].shape)}, d2t and this target ask for {[len(own), head.shape[1]]}")
         place = torch.full((drafter.shape.vocab_size,), -1)
         place[own] = torch.arange(len(own))
         rows = place[draft_ids]

@@ -129,6 +129,8 @@ def export_drafter(folder: Path, drafter: Drafter, draft_ids: Tensor, aux_layer_
             folder.rename(old)
         temporary.rename(folder)
     finally:
+        if old.exists() and not folder.exists():
+            old.rename(folder)
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
 

@@ -70,6 +70,14 @@ class Shard:
             raise BadShard(f"tensor {name} does not match its checksum")
         return np.frombuffer(data, NUMPY_DTYPES[entry["dtype"]]).reshape(entry["shape"])
 
+    def manifest(self) -> dict[str, Any]:
+        """The identity of the store that it was written for; {} when it cannot be read."""
+        try:
+            found = json.loads(self.metadata["manifest"])
+        except (KeyError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
     def map(self) -> mmap.mmap:
         """The whole file, copy on write: torch wants writable memory. Nothing is written, so no memory need be set aside for it."""
         with open(self.path, "rb") as file:
@@ -96,12 +104,16 @@ class Shard:
             if found != int(self.rows(mapped, sums, index, index + 1).view(torch.int64).item()) % 2**64:
                 raise BadShard(f"the states {name} of sample {self.ids[index]} do not match their checksum")
 
-    def verify(self) -> None:
-        """Every checksum of the shard. Raises BadShard naming the first tensor or sample that differs."""
+    def check_small(self) -> None:
+        """The checksums of all tensors but the states. Raises BadShard."""
         with open(self.path, "rb") as file:
-            for name, entry in self.entries.items():
+            for name in self.entries:
                 if name not in ("aux", "final"):
                     self._read(file, name)
+
+    def verify(self) -> None:
+        """Every checksum of the shard. Raises BadShard naming the first tensor or sample that differs."""
+        self.check_small()
         mapped = self.map()
         for index in range(len(self.ids)):
             self.check_sample(mapped, index)

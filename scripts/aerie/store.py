@@ -24,7 +24,7 @@ import torch
 from .errors import UserError
 from .ops import drafter_ops
 from .shards import BadShard, Shard
-from .store_files import FORMAT, append_line, read_done, read_manifest, refuse_other_identity, shard_paths, supervised_rows, whole_lines
+from .store_files import FORMAT, IDENTITY, append_line, read_done, read_manifest, refuse_other_identity, shard_paths, supervised_rows, whole_lines
 from .store_writer import StoreWriter
 
 __all__ = [
@@ -76,6 +76,7 @@ class Store:
         self.final_counts: np.ndarray = np.concatenate([empty, *(np.diff(shard.final_offsets) for shard in self.shards)])  # [N]
         self.heldout: np.ndarray = np.concatenate([np.zeros(0, bool), *(shard.heldout for shard in self.shards)])  # [N]
         self._maps: OrderedDict[int, Any] = OrderedDict()
+        self._checked: set[int] = set()
         self._lock = threading.Lock()
 
     @classmethod
@@ -87,7 +88,15 @@ class Store:
             raise UserError(f"there is no store in {path}; make it with `make extract`")
         if manifest.get("format") != FORMAT:
             raise UserError(f"the store in {path} has format {manifest.get('format')}, this code reads {FORMAT}; extract again into another run")
-        return cls(path, manifest, [open_shard(file) for file in shard_paths(path)])
+        shards = [open_shard(file) for file in shard_paths(path)]
+        for shard in shards:
+            refuse_foreign(shard, manifest)
+        return cls(path, manifest, shards)
+
+    def missing_shards(self) -> list[str]:
+        """Names of shards that done.log knows and that are neither here nor consumed by streaming."""
+        logged = {shard for shard, _ in read_done(self.path).values()}
+        return sorted(logged - {shard.path.name for shard in self.shards} - set(whole_lines(self.path / "consumed.log")))
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -109,6 +118,9 @@ class Store:
             if number in self._maps:
                 self._maps.move_to_end(number)
             else:
+                if number not in self._checked:  # ids, mask and rows; the states, a thousand times larger, are looked at by verify()
+                    self._checked.add(number)
+                    check_small(self.shards[number])
                 self._maps[number] = self.shards[number].map()
                 if len(self._maps) > MAPPED_SHARDS:
                     self._maps.popitem(last=False)  # tensors handed out keep their map alive
@@ -138,6 +150,22 @@ def open_shard(path: Path) -> Shard:
         return Shard(path)
     except BadShard as exc:
         raise UserError(f"{path} is damaged: {exc}; run `make extract` again, which removes it and asks for its samples") from None
+
+
+def check_small(shard: Shard) -> None:
+    """Shard.check_small(), with a damaged one as a UserError that names it."""
+    try:
+        shard.check_small()
+    except BadShard as exc:
+        raise UserError(f"{shard.path} is damaged: {exc}; remove it and run `make extract` again, which asks for its samples") from None
+
+
+def refuse_foreign(shard: Shard, manifest: dict[str, Any]) -> None:
+    """Raise UserError for a shard of another store: copied here, its states would be trained on as if they were this target's."""
+    own = shard.manifest()
+    differ = [key for key in IDENTITY if key in own and key in manifest and own[key] != manifest[key]]
+    if differ:
+        raise UserError(f"{shard.path} is of another store than its manifest.json says: {', '.join(differ)} differ; remove it, and run `make extract` again")
 
 
 def shard_problem(shard: Shard) -> str:

@@ -15,11 +15,23 @@ from .evaluate import Window
 from .extract_plan import Plan as ExtractPlan
 from .progress import Progress
 from .shards import Shard
-from .store import Store, StreamingStore, shard_paths
+from .store import Store, StreamingStore, open_shard, shard_paths
 from .trainer import State, Trainer, learning_rate
 
 EVALUATIONS = 4  # over the whole stream, where train.eval_every does not say otherwise
 POLL_S = 0.5
+
+
+def present(stream: StreamingStore) -> list[Shard]:
+    """The shards that are there now; the extraction may just be deleting those that were consumed. Raises UserError for a damaged one."""
+    shards = []
+    for path in shard_paths(stream.path):
+        try:
+            shards.append(open_shard(path))
+        except UserError:
+            if path.exists() or path.name not in stream.consumed():
+                raise
+    return shards
 
 
 def wait_for_heldout(stream: StreamingStore, planned: int, say: Callable[[str], None], patience_s: float = 120.0) -> Store:
@@ -28,7 +40,7 @@ def wait_for_heldout(stream: StreamingStore, planned: int, say: Callable[[str], 
     said = False
     while True:
         manifest, complete = stream.manifest(), stream.complete()
-        shards = [Shard(path) for path in shard_paths(stream.path)] if manifest else []
+        shards = present(stream) if manifest else []
         heldout = [shard for shard in shards if shard.heldout.all()]
         found = sum(len(shard.ids) for shard in heldout)
         if manifest and (complete or found >= planned and len(shards) > len(heldout)):
@@ -127,7 +139,7 @@ class StreamTrainer(Trainer):
                 last_saved = state.step
                 self._checkpoint()
         self.check_norm()
-        if not state.evals or state.evals[-1]["step"] != state.step:
+        if not state.evals or state.evals[-1]["step"] != state.step or state.best < 0:
             self.evaluate()
         self._checkpoint()
         return state

@@ -130,6 +130,14 @@ class Trainer:
         self.state = State(**{key: value for key, value in saved.items() if key in names})
         self.reader.bad = dict(self.state.bad)
         self.drafter.refresh()
+        if saved["num_steps"] != self.num_steps:  # a walk of other steps: its accept lengths cannot be compared
+            print(f"serve.num_steps was {saved['num_steps']} and is {self.num_steps}: the evaluations until here are dropped", flush=True)
+            self.state.evals.clear()
+            self.forget_best()
+
+    def forget_best(self) -> None:
+        """The next evaluation's drafter is the best one."""
+        self.state.best, self.state.best_step, self.state.without_better = -1.0, 0, 0
 
     def run(self, progress: Progress | None = None) -> State:
         """Train to the plan's end, or until early stopping."""
@@ -167,6 +175,8 @@ class Trainer:
         finally:
             flat.close()
         self.check_norm()
+        if not todo and state.best < 0:  # nothing was left to do but this
+            self.evaluate()
         return state
 
     def one_step(self, batches: list[Any]) -> list[Any]:
@@ -231,6 +241,10 @@ class Trainer:
         self.check_norm()
         found = {"step": state.step, **evaluate(self.drafter, self.store, self.eval_reader, self.heldout, self.fixed, self.rope, self.num_steps)}
         found = self.group.first(found)  # two GPUs may round apart, and what follows is for all
+        if not found["verifications"]:  # then 0.000 would be the best of all, and the first drafter the last
+            print("warning: no held-out sample has an answer that can be drafted; the last weights are exported", flush=True)
+            self.heldout = []
+            return
         if self.optimizer.split:
             self.drafter.reshard()  # a forward without backward leaves the gathered weights in place of the split ones
         state.evals.append(found)
@@ -259,5 +273,5 @@ class Trainer:
         self.check_norm()
         state = self.state
         state.bad = {name: reason for bad in self.group.gather(self.reader.bad) for name, reason in bad.items()}
-        plain = {name: getattr(state, name) for name in State.__dataclass_fields__} | {"seconds": seconds, "plan_steps": len(self.plan.steps)} | self.extra_state
+        plain = {name: getattr(state, name) for name in State.__dataclass_fields__} | {"seconds": seconds, "plan_steps": len(self.plan.steps), "num_steps": self.num_steps} | self.extra_state
         save_checkpoint(self.checkpoints, state.step, state.best_step, self.drafter, self.optimizer.adam, plain, self.group)
