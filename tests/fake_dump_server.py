@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 from fake_dump_pool import DumpPool  # noqa: E402  beside this file
 
-FAULTS = ("nan", "inf", "token", "row", "torn", "header", "flip", "rid", "slow", "error", "nodump", "http500", "garbage", "die", "late")
+FAULTS = ("nan", "inf", "token", "row", "torn", "header", "flip", "rid", "slow", "error", "nodump", "http500", "garbage", "die", "late", "twice", "both", "again")
 ITEM = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}
 STATE = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "fp8": "F8_E4M3"}
 
@@ -154,7 +154,7 @@ class Fake:
         temporary.write_bytes(data)
         temporary.rename(self.folder / name)
 
-    def generate(self, body: dict) -> tuple[int, bytes]:
+    def generate(self, body: dict) -> tuple:
         """Status and answer; the dump is written before (or, fault 'late', after)."""
         rid, ids = body.get("rid", ""), np.array(body["input_ids"], np.int32)
         with self.lock:
@@ -169,7 +169,7 @@ class Fake:
                 time.sleep(len(ids) / self.args.tok_s)
         if kind == "die":
             os._exit(9)
-        if kind == "http500":
+        if kind == "http500" or self.args.bad_while and Path(self.args.bad_while).exists():
             return 500, b'{"error": {"message": "out of memory"}}'
         if kind == "slow":
             time.sleep(self.args.slow_s)
@@ -179,6 +179,12 @@ class Fake:
             self.put(f"{rid}.error", json.dumps({"rid": rid, "reason": "no room in the budget", "rows": 3}).encode())
         elif kind == "late":
             threading.Timer(0.3, self.write, (rid, ids, "")).start()
+        elif kind == "again":
+            self.write(rid, ids, "")
+            threading.Timer(0.3, self.write, (rid, ids, "")).start()
+        elif kind == "both":
+            self.write(rid, ids, "")
+            self.put(f"{rid}.error", json.dumps({"rid": rid, "reason": "no room in the budget", "rows": 3}).encode())
         elif kind != "nodump":
             self.pool.hand_out(rid, ids) if self.args.pool else self.write(rid, ids, kind)
         if kind == "garbage":
@@ -189,7 +195,7 @@ class Fake:
             choices = self.choices(known_states(ids, len(self.args.layer_ids), self.args.hidden))
             answer["meta_info"]["input_top_logprobs"] = [None] + [[[-0.1, choices[row], None]] for row in range(start, len(ids) - 1)]
             answer["output_ids"] = [choices[-1]]
-        return 200, json.dumps(answer).encode()
+        return 200, json.dumps(answer).encode(), kind == "twice"
 
 
 def serve(args: argparse.Namespace) -> None:
@@ -202,11 +208,13 @@ def serve(args: argparse.Namespace) -> None:
         def log_message(self, *words: object) -> None:
             pass
 
-        def answer(self, status: int, data: bytes) -> None:
+        def answer(self, status: int, data: bytes, twice: bool = False) -> None:
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
+            if twice:
+                self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
 
         def do_GET(self) -> None:
             self.answer(200, b"")
@@ -254,6 +262,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1, help="that answer on this port")
     parser.add_argument("--format", default="2", help="of the dumps, as their metadata says it")
     parser.add_argument("--wrong-final", action="store_true", help="the rows of final in reverse order")
+    parser.add_argument("--bad-while", default="", help="every request is answered 500 while this file is there")
     parser.add_argument("--log", default="", help="a line a request")
     serve(parser.parse_args())
 

@@ -96,6 +96,42 @@ def test_a_server_that_stays_away_ends_the_run(fake_run):
     run.assert_complete()
 
 
+def test_a_server_that_answers_500_for_a_while_fails_no_sample(fake_run):
+    """A bad moment is not the samples' fault: they wait until it is over."""
+    run = fake_run(samples=120)
+    bad = run.folder / "bad"
+    run.start_server("--bad-while", str(bad))
+
+    def trouble() -> None:
+        while not run.log.exists() or len(run.requested()) < 20:
+            time.sleep(0.005)
+        bad.touch()
+        time.sleep(2.0)
+        bad.unlink()
+
+    while_it_runs = threading.Thread(target=trouble)
+    while_it_runs.start()
+    code, out, err = run.extract_here()
+    while_it_runs.join()
+    assert code == 0 and "answered 500: out of memory; waiting for it" in out and "is back" in out, err
+    assert run.report()["failed"] == 0 and run.report()["server_losses"] <= 3
+    run.assert_complete()
+
+
+@pytest.mark.parametrize("fault", ["twice:5", "both:4", "again:4"])
+def test_answers_and_dumps_that_come_twice(fake_run, fault):
+    """An answer sent twice, a dump beside its .error, a dump that comes again after it was taken."""
+    run = fake_run(samples=60)
+    run.start_server("--fault", fault)
+    code, out, err = run.extract_here()
+    assert code == 0, err
+    if fault.startswith("again"):
+        time.sleep(0.5)  # the last ones come after the run; the next real run sweeps them
+        for path in run.dumps.glob("aerie.*"):
+            path.unlink()
+    run.assert_complete()
+
+
 def test_several_servers_and_one_of_them_dies(fake_run):
     run = fake_run(samples=60)
     second = free_port()

@@ -120,6 +120,23 @@ def test_make_stream_with_the_real_trainer(fake_run):
     assert len(consumed) == len(set(consumed)) >= 8
 
 
+def test_sigterm_ends_both_ends(fake_run):
+    """As `kill` or a batch system sends it: nobody goes on alone and holds the store's lock."""
+    run = fake_run(samples=150, extract={"keep_gb": KEEP, "shard_gb": 2e-4, "max_in_flight": 4})
+    run.start_server("--tok-s", "500")
+    command = [sys.executable, str(ROOT / "scripts" / "run_stream.py"), "--config", str(run.config_path), "--run", run.name, "--set", "train.epochs=1"]
+    process = subprocess.Popen(command, env=run.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 60
+    while not list(run.store_path.glob("shard-*")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    ends = children_named(process.pid, "scripts/")
+    assert len(ends) == 2
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=90)[0]
+    assert process.returncode == 130 and "Traceback" not in output, output
+    assert not [end for end in ends if Path(f"/proc/{end}").exists()]
+
+
 def test_more_epochs_than_the_folder_can_serve_are_refused(fake_run, monkeypatch):
     run = fake_run(extract={"keep_gb": 1e-4})
     module = stream_module()

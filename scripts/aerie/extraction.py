@@ -36,6 +36,8 @@ LOOK_S = 0.1  # how often disk, trainer and proof are
 DEAD_S = 2.0  # how long a dump may still be due whose server has died since it answered: what was written is there by then
 SWEEP_S = 2.0  # how often late dumps are removed
 DISK_MARGIN = 64 << 20
+SICK = 3  # a server that has refused (5xx) more different samples than this since its last good answer is at fault, not the samples
+PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0  # how long such a server is left alone: doubled each time, until it gives a good answer
 LOST_FACTOR = 3  # a sample that was in flight when the server died attempts * this often is given up: it may be what kills it
 
 
@@ -105,6 +107,8 @@ class Extraction:
         self.stopping = False
         self.down_since: dict[str, float] = {}
         self.last_down: dict[str, float] = {}  # the same, kept when the server is back
+        self.refused: dict[str, set[str]] = {}  # url -> samples that it has refused since its last good answer
+        self.pauses: dict[str, tuple[float, float]] = {}  # url -> (seconds, when they are over)
         self.waiting_for_trainer = False
         self.workers = [DumpWorker(folder, identity, writer.spec, writer.shard_bytes) for _ in range(workers or default_workers())]
         self.progress = Progress(len(plan.jobs), "extracted", already=sum(job.id in writer.done for job in plan.jobs))
@@ -251,14 +255,15 @@ class Extraction:
 
     def _wait_for(self, url: str) -> None:
         """A server went away: look once a second; the lane that sees it again wakes the others."""
-        if Client(url, 5.0).healthy():
+        pause = self.pauses.get(url, (0.0, 0.0))[1] - time.monotonic()
+        if pause <= 0 and Client(url, 5.0).healthy():
             with self.changed:
                 if self.down_since.pop(url, None) is not None:
                     print(f"{url} is back", flush=True)
                 self._wake_all()
             return
         with self.changed:
-            self.changed.wait(1.0)
+            self.changed.wait(min(1.0, pause) if pause > 0 else 1.0)
 
     def _send(self, client: Client, task: Task) -> None:
         rid = str(new_rid(self.config.run.name, task.job.id, task.job.tokens))
@@ -285,8 +290,8 @@ class Extraction:
         except ValueError:
             self._retry(rid, f"the answer of {client.url} is not JSON: {error_text(data)!r}")
             return
-        if status == 503:
-            self._lost(client.url, rid, f"{client.url} answered 503: {error_text(data)}")
+        if status >= 500:
+            self._refused(client.url, rid, f"{client.url} answered {status}: {error_text(data)}", not_ready=status == 503)
         elif status != 200:
             self._retry(rid, f"{client.url} answered {status}: {error_text(data)}")
         elif (reason := answer.get("meta_info", {}).get("finish_reason") or {}).get("type") == "abort":
@@ -295,6 +300,22 @@ class Extraction:
             with self.changed:
                 task.answer, task.answered, task.url = answer, time.monotonic(), client.url
                 self.answered[rid] = task
+                self.refused.pop(client.url, None)
+                self.pauses.pop(client.url, None)
+
+    def _refused(self, url: str, rid: str, reason: str, not_ready: bool) -> None:
+        """An answer of 5xx. One sample may be what the server cannot do; when it refuses all of them they wait until it is well, or a bad minute would fail them all."""
+        with self.changed:
+            refused = self.refused.setdefault(url, set())
+            refused.add(self.live[rid].job.id)
+            sick = not_ready or len(refused) > SICK
+            if sick and url not in self.down_since:
+                seconds = min(LONGEST_PAUSE_S, 2 * self.pauses.get(url, (PAUSE_S / 2, 0.0))[0])
+                self.pauses[url] = seconds, time.monotonic() + seconds
+            if sick:
+                self._lost(url, rid, reason, why=reason)
+        if not sick:
+            self._retry(rid, reason)
 
     def _abort(self, client: Client, rid: str) -> None:
         """Tell the server to forget a request that timed out; whether it can does not matter."""
@@ -323,14 +344,14 @@ class Extraction:
             given_up = task.attempts >= self.options.attempts
             self._again(task, reason, given_up, task.attempts)
 
-    def _lost(self, url: str, rid: str, reason: str, late: bool = False) -> None:
+    def _lost(self, url: str, rid: str, reason: str, late: bool = False, why: str = "the server died while it had this sample") -> None:
         """The server went away with this request: not the sample's fault, as long as it does not happen each time. `late`: its death is known already."""
         with self.changed:
             task = self._forget(rid)
             task.lost += 1
             if not late:
                 self._down(url, reason)
-            self._again(task, f"the server died {task.lost} times while it had this sample", task.lost >= self.options.attempts * LOST_FACTOR, task.lost)
+            self._again(task, f"{why} ({task.lost} times)", task.lost >= self.options.attempts * LOST_FACTOR, task.lost)
 
     def _down(self, url: str, reason: str) -> None:
         """Nothing is sent there until it answers again."""
