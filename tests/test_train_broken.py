@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from aerie import checkpoints
 from aerie.config import Config, Target, Train
+from aerie.curves import Curves
 from aerie.drafter import Drafter
 from aerie.drafter_init import start_from
 from aerie.errors import UserError
@@ -164,3 +166,16 @@ def test_a_shard_that_vanishes_while_the_held_out_ones_are_looked_for(make_confi
     monkeypatch.setattr("aerie.stream_train.shard_paths", lambda folder: [gone, *(folder / name for name in names[1:])])
     gone.unlink()
     assert len(wait_for_heldout(stream, 6, print)) == 6
+
+
+def test_tensorboard_files_that_cannot_be_written_end_no_training(tmp_path: Path, monkeypatch, capsys) -> None:
+    curves = Curves(tmp_path)
+
+    def full(*words: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(curves.writer, "add_scalar", full)
+    for step in range(2):
+        curves.add("train", {"step": step, "loss": [1.0, 2.0], "lr": 0.1})
+    curves.close()
+    assert capsys.readouterr().out.count("no more TensorBoard files (No space left") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,14 @@ class Curves:
 
     def add(self, kind: str, numbers: dict[str, Any]) -> None:
         """One window of training or one evaluation."""
-        if self.writer is None:
-            return
+        if self.writer is not None:
+            try:
+                self._add(kind, numbers)
+            except OSError as exc:  # the same numbers are in report.json: no reason to end a training
+                self.writer = None
+                print(f"warning: no more TensorBoard files ({exc.strerror}: {exc.filename or 'while writing them'})", flush=True)
+
+    def _add(self, kind: str, numbers: dict[str, Any]) -> None:
         for name, value in numbers.items():
             if isinstance(value, list):
                 for step, item in enumerate(value):
@@ -39,7 +46,8 @@ class Curves:
     def close(self) -> None:
         """Write what is left."""
         if self.writer is not None:
-            self.writer.close()
+            with suppress(OSError):
+                self.writer.close()
 
 
 def warnings_of(history: list[dict[str, Any]], evals: list[dict[str, Any]]) -> list[str]:
