@@ -52,8 +52,9 @@ def main() -> int:
             sweep = run_sweep(servers, sets[0], settings)
     content = report_content(config, sets, sweep)
     folder = config.run.bench
-    write_report(folder / "report.json", **content, run=config.run.name, config=config.as_dict())
-    page = write_page(content, folder, f"{config.run.name}: {Path(config.model_path).name} with and without its drafter")
+    report = write_report(folder / "report.json", **content, run=config.run.name, config=config.as_dict())
+    about = ", ".join([report["date"], report["device"], *(f"{name} {version}" for name, version in report["versions"].items() if name in ("sglang", "torch"))])
+    page = write_page(content, folder, f"{config.run.name}: {Path(config.model_path).name} with and without its drafter", about)
     print(f"{table(content)}\n  report: {folder / 'report.json'}, page: {page}")
     unexplained = sum(one.lossless.unexplained for one in sets)
     if unexplained:

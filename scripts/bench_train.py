@@ -16,10 +16,12 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Iterable
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import aerie  # noqa: F401  first: it finds the Python that has the packages
+import psutil
 import torch
 
 from aerie.batches import Batch, build_batch
@@ -33,7 +35,7 @@ from aerie.optimizer import Optimizer
 from aerie.profile_parts import profile_parts
 from aerie.report import write_report
 from aerie.step import add_gradients, spread
-from aerie.train_bench import SIZES, Size, make_batch, make_drafter, make_fixed, make_samples
+from aerie.train_bench import SIZES, Size, make_batch, make_drafter, make_fixed, make_samples, weight_bytes
 from aerie.unroll import Rope
 
 
@@ -185,6 +187,14 @@ def line(result: dict) -> str:
             f"{result.get('peak_gb', 0):6.1f} GB loss {result['first_loss']:.5f} {parts}")  # fmt: skip
 
 
+def refuse_what_does_not_fit(names: Iterable[str]) -> None:
+    """On a CPU: raise UserError for a size whose weights, moments and target matrices alone are more than the memory that is left."""
+    free = psutil.virtual_memory().available
+    for name in names:
+        if (needed := weight_bytes(SIZES[name])) > free:
+            raise UserError(f"size {name} needs {needed / 1e9:.0f} GB for its float32 weights alone and {free / 1e9:.0f} GB are free; it is meant for a GPU (on a CPU: --sizes tiny)")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="tiny", help=f"comma separated: {', '.join(SIZES)} (default: %(default)s)")
@@ -212,6 +222,8 @@ def main() -> int:
         raise UserError(f"no size named {unknown[0]!r}; known: {', '.join(SIZES)}")
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
     dtype = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32, "bfloat16": torch.bfloat16, "float32": torch.float32}[args.dtype]
+    if device.type == "cpu":
+        refuse_what_does_not_fit(filter(None, f"{args.sizes},{args.eager},{args.loading}".split(",")))
     fast = args.path == "fast" or (args.path == "auto" and device.type == "cuda")
     group = start_group(device.type == "cuda")
     choose_kernels("auto" if fast else "off", device)

@@ -48,8 +48,8 @@ def draw(content: dict[str, Any], path: Path) -> None:
     temporary.replace(path)
 
 
-def write_page(content: dict[str, Any], folder: Path, title: str) -> Path:
-    """Write report.png and report.html into `folder`; returns the page."""
+def write_page(content: dict[str, Any], folder: Path, title: str, about: str) -> Path:
+    """Write report.png and report.html into `folder`; returns the page. `about`: when, where and with what it was measured."""
     draw(content, folder / "report.png")
     picture = base64.b64encode((folder / "report.png").read_bytes()).decode()
     rows = []
@@ -61,16 +61,19 @@ def write_page(content: dict[str, Any], folder: Path, title: str) -> Path:
                 first, wait = side.get("time_to_first_token_ms"), side.get("inter_token_latency_ms")
                 cells += [f"{first['p50']:.1f} / {first['p99']:.1f}" if first else "", f"{wait['p50']:.2f} / {wait['p99']:.2f}" if wait else ""]
             cells.append("" if level["drafting_share"] is None else f"{level['drafting_share']:.0%}")
-            rows.append("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in cells) + "</tr>")
+            rows.append(cells)
     heads = [
         "prompts", "in flight", "requests", "tok/s without", "tok/s with", "speed-up", "accept length", "first token without, ms p50 / p99", "between tokens without, ms",
         "first token with, ms", "between tokens with, ms", "drafting and wider verification",
     ]  # fmt: skip
+    kept = [place for place in range(len(heads)) if any(cells[place] != "" for cells in rows)]  # without bench.latency nothing was timed by token
+    lines = "".join("<tr>" + "".join(f"<td>{html.escape(str(cells[place]))}</td>" for place in kept) + "</tr>" for cells in rows)
     page = f"""<!doctype html><meta charset="utf-8"><title>{html.escape(title)}</title>
 <style>body{{font:15px sans-serif;margin:2em;max-width:110em}}table{{border-collapse:collapse}}td,th{{border:1px solid #ccc;padding:.3em .6em;text-align:right}}img{{max-width:100%}}</style>
 <h1>{html.escape(title)}</h1>
+<p>{html.escape(about)}</p>
 <img alt="speed-up, acceptance by position, accept length" src="data:image/png;base64,{picture}">
-<table><tr>{''.join(f'<th>{html.escape(head)}</th>' for head in heads)}</tr>{''.join(rows)}</table>
+<table><tr>{''.join(f'<th>{html.escape(heads[place])}</th>' for place in kept)}</tr>{lines}</table>
 <pre>{html.escape(table(content))}</pre>
 """
     path = folder / "report.html"

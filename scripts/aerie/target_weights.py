@@ -27,7 +27,7 @@ class TargetWeights:
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         if not (self.folder / "config.json").is_file():
-            raise UserError(f"{self.folder} is not a model folder on this machine (no config.json); set target.model_path to one, or make it with `make target`")
+            raise UserError(f"{self.folder} is not a model folder on this machine (no config.json); set target.model_path to one that you downloaded (the demo's is made by `make target`)")
         self.raw_config: dict[str, Any] = read_model_config(self.folder)
         # Vision-language targets keep the language model's numbers one level down.
         self.config: dict[str, Any] = {**self.raw_config, **text_config(self.raw_config)}

@@ -43,6 +43,13 @@ SIZES = {
 }
 
 
+def weight_bytes(size: Size) -> int:
+    """Bytes of a size's float32 weights with gradients and two moments, and of the target's embedding and head; latent attention as if it were not."""
+    attention = size.hidden * size.head_dim * (3 * size.heads + 4 * size.kv_heads)  # queries and states of twice the width, one output
+    drafter = 3 * size.hidden**2 + attention + 3 * size.hidden * size.inner + size.draft * size.hidden
+    return 16 * drafter + 8 * size.vocab * size.hidden
+
+
 @dataclass
 class Synthetic:
     """Quacks like store.StoredSample."""
