@@ -255,10 +255,12 @@ class Extraction:
 
     def _wait_for(self, url: str) -> None:
         """A server went away: look once a second; the lane that sees it again wakes the others."""
-        pause = self.pauses.get(url, (0.0, 0.0))[1] - time.monotonic()
+        with self.changed:
+            since, pause = self.down_since.get(url), self.pauses.get(url, (0.0, 0.0))[1] - time.monotonic()
         if pause <= 0 and Client(url, 5.0).healthy():
             with self.changed:
-                if self.down_since.pop(url, None) is not None:
+                if since is not None and self.down_since.get(url) == since:  # else another lane saw it first, and it may have gone away again since
+                    del self.down_since[url]
                     print(f"{url} is back", flush=True)
                 self._wake_all()
             return
@@ -301,7 +303,8 @@ class Extraction:
                 task.answer, task.answered, task.url = answer, time.monotonic(), client.url
                 self.answered[rid] = task
                 self.refused.pop(client.url, None)
-                self.pauses.pop(client.url, None)
+                if task.sent > self.pauses.get(client.url, (0.0, 0.0))[1]:  # an answer from before the pause does not say that the server is well again
+                    self.pauses.pop(client.url, None)
 
     def _refused(self, url: str, rid: str, reason: str, not_ready: bool) -> None:
         """An answer of 5xx. One sample may be what the server cannot do; when it refuses all of them they wait until it is well, or a bad minute would fail them all."""

@@ -269,11 +269,17 @@ class StoreWriter:
         return freed
 
     def close(self, complete: bool = True) -> None:
-        """End the last shard and say in the manifest whether everything that was asked for is in. No add() may be running."""
+        """End the last shard and say in the manifest whether everything that was asked for is in. No add() may be running.
+
+        What could not be finished (its worker process died while it was) is given up, which a store that is not `complete` may.
+        """
         self.roll()
         with self._lock:
-            if self._unfinished:
+            if self._unfinished and complete:
                 raise RuntimeError("close() while samples are still being written")
+            for shard in self._unfinished:
+                shard.discard()
+            self._unfinished.clear()
             self._write_manifest(complete=complete)
         self._lock_file.close()
 
