@@ -142,7 +142,8 @@ def print_plan(config: Config, plan: Plan, todo: list[Job], left_out: dict[str, 
     note = "" if config.extract.all_final_rows else f", {everywhere / 1e9:.2f} GB with every row of `final`"
     print(f"states: H {hidden}, {dtype}, {layers} auxiliary layers and final: {size / 1e9:.2f} GB in the store{note}; {free / 1e9:.1f} GB free at {existing}")
     if rate:
-        print(f"at {rate:,.0f} tok/s: {sum(job.tokens for job in todo) / rate / 3600:.1f} hours")
+        hours = sum(job.tokens for job in todo) / rate / 3600
+        print(f"at {rate:,.0f} tok/s: {hours:.{1 if hours >= 1 else 3}f} hours")
     wanted = min(size, config.extract.keep_gb * 1e9) if config.extract.keep_gb else size
     if wanted > free:
         raise UserError(
@@ -260,6 +261,11 @@ def finish(config: Config, plan: Plan, writer: StoreWriter, todo: list[Job], lef
         return EXIT_INTERRUPTED
     if outcome.stopped:
         raise UserError(f"{outcome.stopped}; what is done is kept, run the same command again to go on")
+    if len(outcome.failed) > outcome.extracted:
+        raise UserError(
+            f"{len(outcome.failed):,} samples failed for good and {outcome.extracted:,} were extracted, so something is wrong with more than a sample: "
+            f"{next(iter(outcome.failed.values()))[0]} (all reasons: {config.run.store / 'failed.jsonl'}); mend it, then run the same command again"
+        )
     if proof is not None and proof.refuted(1):
         raise UserError(f"`final` is not what the LM head reads: {proof.sentence()}, and at least 99% must be equal; were the states made by this target?")
     return 0

@@ -38,7 +38,7 @@ from aerie.ops import choose_kernels
 from aerie.paths import RunPaths
 from aerie.progress import Progress
 from aerie.report import read_report, write_report
-from aerie.servers import stop_servers
+from aerie.servers import make_room
 from aerie.store import Store, StreamingStore
 from aerie.stream_train import StreamTrainer, total_steps, wait_for_heldout
 from aerie.target_weights import TargetWeights
@@ -183,9 +183,10 @@ def main() -> int:
     check_store(config, store)
     if not stream and (gone := store.missing_shards()):
         raise UserError(f"{len(gone)} shards of the store in {store.path} are missing, the first: {gone[0]}; run `make extract`, which asks for their samples again")
-    if train.stop_server and not args.stream and not apart(config) and group.rank == 0:
-        for mode in stop_servers(config):
-            print(f"ended the {mode} server of run {run.name!r}: it held the memory (train.stop_server)", flush=True)
+    if not stream and not store.manifest.get("complete"):
+        print(f"note: the store is not complete ({len(store):,} of {store.manifest.get('planned', 0):,} samples); `make extract` goes on with the others", flush=True)
+    if not args.stream and not apart(config) and group.rank == 0:
+        make_room(config)
     shape = make_shape(config, target)
     vocab = load_vocab_map(run.data / "vocab_map.safetensors", store.manifest["tokenizer_hash"], shape.vocab_size, config.draft.vocab_size)
     draft_ids = torch.from_numpy(vocab.d2t + np.arange(len(vocab.d2t)))

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from aerie import plan as planning
 from aerie.config import Config, add_config_arguments, config_from_args
 from aerie.errors import UserError, run_main
+from aerie.nvidia import gpu_rows, visible
 from aerie.report import read_report, write_report
 from aerie.servers import dump_dir, has_gpu, server_args
 from aerie.shapes import Shape
@@ -31,12 +31,9 @@ def existing(path: Path) -> Path:
 
 def gpus_here() -> list[float]:
     """Bytes of each GPU that CUDA_VISIBLE_DEVICES leaves, as a process finds them free when nothing runs."""
-    query = ["nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits"]
-    rows = [line.split(", ") for line in subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().splitlines()]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        names = [name.strip() for name in visible.split(",")]
-        rows = [row for row in rows if row[0] in names or row[1] in names]
+    rows = visible(gpu_rows("memory.total"))
+    if not rows:
+        raise UserError(f"nvidia-smi lists no GPU that CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r} shows; set it right, or plan with --gpus and --gpu-gib")
     overhead = planning.CONTEXT_GIB + (planning.NCCL_GIB if len(rows) > 1 else 0)
     return [float(row[2]) * (1 << 20) - overhead * GIB for row in rows]
 
@@ -71,7 +68,7 @@ def print_plan(plan: planning.Plan, config: Config, amounts: planning.Amounts, h
     if plan.hours:
         print("\nhours")
         for step, hours in plan.hours.items():
-            print(f"  {hours:8.1f}  {step} ({plan.notes[f'hours of {step}']})")
+            print(f"  {hours:8.{1 if hours >= 1 else 3}f}  {step} ({plan.notes[f'hours of {step}']})")
     else:
         print("\nhours: unknown without rates; give what you measured: --set plan.prefill_tok_s=... plan.decode_tok_s, plan.train_tok_s")
 

@@ -7,6 +7,7 @@ Either end may die: it is started again and goes on.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import signal
 import subprocess
@@ -27,6 +28,12 @@ from aerie.pipeline import script_command
 RESTARTS = 5  # of one end in a row, when it was killed or crashed; an error that the user can mend is not repeated
 SETTLED_S = 600.0  # an end that ran this long got somewhere: its restarts count anew, for a job of days may meet more than five deaths
 PAUSE_S = 2.0
+LIBC = ctypes.CDLL(None)
+
+
+def end_with_parent() -> None:
+    """In a new process: SIGTERM for it when we end, even by kill -9 (PR_SET_PDEATHSIG); alone it would go on and hold the store."""
+    LIBC.prctl(1, signal.SIGTERM)
 
 
 @dataclass
@@ -44,7 +51,7 @@ class End:
 
     def start(self) -> None:
         self.started = time.monotonic()
-        self.process = subprocess.Popen(self.command, env=os.environ | {"PY": sys.executable} | self.env)
+        self.process = subprocess.Popen(self.command, env=os.environ | {"PY": sys.executable} | self.env, preexec_fn=end_with_parent)  # noqa: PLW1509  no threads here
 
     def stop(self) -> None:
         """Ask it to end as Ctrl-C does (both keep what is done), and wait."""

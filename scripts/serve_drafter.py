@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from aerie.config import Config, add_config_arguments, config_from_args, make_words
 from aerie.errors import UserError, run_main
-from aerie.servers import Server, stop_servers, watcher_path, watcher_record
+from aerie.servers import Server, make_room, stop_servers, watcher_path, watcher_record
 from aerie.serving import BACKGROUND, launch, record_watcher, refuse_bad_drafter, start_in_background, warm_up, watch
 
 
@@ -24,6 +24,7 @@ def foreground(config: Config, mode: str) -> None:
         signal.signal(name, lambda *_: sys.exit(0))
     if mode == "serving":
         refuse_bad_drafter(config)
+    make_room(config, ["extraction"])
     record_watcher(config, mode, ready=False)
     launched = False
     try:

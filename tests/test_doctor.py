@@ -20,7 +20,7 @@ case "$*" in
   *"-d MEMORY"*) cat "$(dirname "$0")/memory.txt" ;;
   *"topo -m"*) cat "$(dirname "$0")/topo.txt" ;;
   *"topo -p2p r"*) cat "$(dirname "$0")/p2p.txt" ;;
-  -L) cut -d, -f2 "$(dirname "$0")/gpus.txt" ;;
+  -L) cut -d, -f3 "$(dirname "$0")/gpus.txt" ;;
 esac
 """
 
@@ -46,7 +46,7 @@ def box(tmp_path):
         folder = tmp_path / "bin"
         folder.mkdir(exist_ok=True)
         program(folder, "nvidia-smi", SMI)
-        (folder / "gpus.txt").write_text("".join(f"{n}, {gpu['name']}, {gpu['capability']}, {gpu['total']}, {used}, {gpu['driver']}\n" for n in range(gpu["count"])))
+        (folder / "gpus.txt").write_text("".join(f"{n}, GPU-{n}0, {gpu['name']}, {gpu['capability']}, {gpu['total']}, {used}, {gpu['driver']}\n" for n in range(gpu["count"])))
         each = f"    FB Memory Usage\n        Total                  : 97887 MiB\n    BAR1 Memory Usage\n        Total                  : {bar1} MiB\n"
         (folder / "memory.txt").write_text(each * gpu["count"])
         (folder / "topo.txt").write_text(matrix(gpu["count"], link))
@@ -59,7 +59,7 @@ def box(tmp_path):
 
 
 def doctor(*words: str, path: str = "/usr/bin:/bin", python: str = sys.executable, flags: tuple[str, ...] = (), **env: str) -> tuple[int, str]:
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("NCCL_", "PYTORCH_", "PY", "SGLANG_"))}
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("NCCL_", "PYTORCH_", "PY", "SGLANG_", "CUDA_"))}
     done = subprocess.run(
         [sys.executable, *flags, str(DOCTOR), "--python", python, *words], capture_output=True, text=True, check=False, env=clean | {"PATH": path} | env
     )  # fmt: skip
@@ -115,6 +115,24 @@ def test_what_is_wrong_with_a_box(box, changes, name, words):
     _, text = doctor("--config", "kimi-k2.5", path=box(**changes))
     for word in words:
         assert word in line(text, name)
+
+
+@pytest.mark.parametrize(("shown", "left"), [("0,1,2,3", 4), ("GPU-70,GPU-60", 2), ("3,9,4", 1)])
+def test_gpus_that_are_hidden_do_not_count(box, shown, left):
+    code, text = doctor("--config", "kimi-k2.5", path=box(), CUDA_VISIBLE_DEVICES=shown)
+    assert code == 1 and f"leaves {left} of 8 GPUs" in line(text, "CUDA_VISIBLE_DEVICES") and f"8 of {left} GPUs" in line(text, "tensor parallelism")
+    assert line(text, f"{left} x NVIDIA RTX PRO 6000")
+
+
+def test_all_gpus_hidden_is_a_machine_without(box):
+    _, text = doctor(path=box(), CUDA_VISIBLE_DEVICES="")
+    assert "hides all 8 GPUs" in line(text, "NVIDIA driver") and "x NVIDIA RTX" not in text
+
+
+@pytest.mark.parametrize(("words", "asked"), [(["dp-size=2"], 16), (["dp-size=2", "enable-dp-attention=true"], 8)])
+def test_copies_of_a_server_count(box, words, asked):
+    _, text = doctor("--config", "kimi-k2.5", *(part for word in words for part in ("--set", f"server.args.{word}")), path=box())
+    assert f"asks for {asked} of 8 GPUs" in line(text, "tensor parallelism")
 
 
 @pytest.mark.parametrize(

@@ -269,6 +269,18 @@ def test_too_many_failures_end_the_run(fake_run):
     run.assert_complete()
 
 
+def test_more_failures_than_samples_is_no_success(fake_run):
+    """Fewer than extract.max_failed, and yet `make all` must not train on what is left."""
+    run = fake_run(extract={"attempts": 1, "max_in_flight": 2})
+    run.start_server("--fault", "nan:2", "--fault", "inf:3")
+    code, out, err = run.extract_here()
+    assert code == 2 and "wrong with more than a sample: " in err and "failed.jsonl" in err and "Traceback" not in err
+    run.end_server()
+    run.start_server()
+    assert run.extract_here()[0] == 0
+    run.assert_complete()
+
+
 def test_wrong_final_is_refused(fake_run):
     run = fake_run(samples=60, extract={"proof_samples": 30})
     run.start_server("--wrong-final")

@@ -15,6 +15,7 @@ import pytest
 from aerie.config import Config
 from aerie.errors import UserError
 from aerie.paths import ROOT
+from aerie.pipeline import Pipeline, steps_of
 from aerie.samples import save_atomic
 from aerie.servers import refuse_busy_ports
 
@@ -79,3 +80,12 @@ def test_files_that_safetensors_writes_can_be_read_like_any_other(tmp_path: Path
     save_atomic(tmp_path / "a.safetensors", {"x": np.zeros(2, np.float32)}, {})
     (tmp_path / "plain").write_text("")
     assert (tmp_path / "a.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_make_all_streams_when_the_store_may_not_be_whole(make_config: Callable[..., Config]) -> None:
+    whole, streamed = make_config("llama", "all-whole"), make_config("llama", "all-stream", extract={"keep_gb": 1.0})
+    assert [step.name for step in steps_of(whole)] == ["data", "extract", "train", "check", "serve", "bench"]
+    assert [step.name for step in steps_of(streamed)] == ["data", "stream", "check", "serve", "bench"]
+    for config, step in ((streamed, "extract"), (whole, "stream")):
+        with pytest.raises(UserError, match=f"--steps {step}: with extract.keep_gb = .* the steps of this run are data "):
+            Pipeline(config, []).run(["data", step])

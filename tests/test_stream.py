@@ -121,8 +121,17 @@ def test_make_stream_with_the_real_trainer(fake_run):
     assert len(consumed) == len(set(consumed)) >= 8
 
 
-def test_sigterm_ends_both_ends(fake_run):
-    """As `kill` or a batch system sends it: nobody goes on alone and holds the store's lock."""
+def still_runs(pid: int) -> bool:
+    """Whether it is there and no zombie (whose command line is empty)."""
+    try:
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_ends_both_ends(fake_run, number):
+    """As `kill`, a batch system or a kernel short of memory sends it: nobody goes on alone and holds the store's lock."""
     run = fake_run(samples=150, extract={"keep_gb": KEEP, "shard_gb": 2e-4, "max_in_flight": 4})
     run.start_server("--tok-s", "500")
     command = [sys.executable, str(ROOT / "scripts" / "run_stream.py"), "--config", str(run.config_path), "--run", run.name, "--set", "train.epochs=1"]
@@ -132,10 +141,14 @@ def test_sigterm_ends_both_ends(fake_run):
         time.sleep(0.02)
     ends = children_named(process.pid, "scripts/")
     assert len(ends) == 2
-    process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=90)[0]
-    assert process.returncode == 130 and "Traceback" not in output, output
-    assert not [end for end in ends if Path(f"/proc/{end}").exists()]
+    process.send_signal(number)
+    output = process.communicate(timeout=90)[0]  # until the last of them has closed it
+    assert process.returncode == (130 if number == signal.SIGTERM else -signal.SIGKILL)
+    assert "Traceback" not in output, output
+    deadline = time.monotonic() + 60
+    while (alive := [end for end in ends if still_runs(end)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive
 
 
 def test_more_epochs_than_the_folder_can_serve_are_refused(fake_run, monkeypatch):

@@ -134,8 +134,11 @@ def test_held_out_samples_that_cannot_be_walked_choose_no_drafter(make_config) -
     for path in config.run.store.glob("shard-*"):
         if Shard(path).heldout.all():
             edit(path, "aux", np.nan)
+    manifest = json.loads((config.run.store / "manifest.json").read_text())
+    (config.run.store / "manifest.json").write_text(json.dumps(manifest | {"complete": False, "planned": 1234}))
     done = train(config)
     assert done.returncode == 0 and "the last weights are exported" in done.stdout, done.stdout + done.stderr
+    assert f"not complete ({manifest['samples']} of 1,234 samples)" in done.stdout
     report = json.loads((config.run.drafter / "report.json").read_text())
     assert len(report["bad_samples"]) == 6 and report["predicted_accept_length"] is None and not report["evals"]
     last = load_file(sorted(config.run.checkpoints.glob("step-*"))[-1] / "tensors.safetensors")

@@ -29,6 +29,13 @@ def test_two_servers_of_which_one_is_killed_lose_nothing(tmp_path: Path) -> None
     assert result["rate"]["ratio"] > 0 and result["rate"]["retries"] == 0
 
 
+def test_make_all_through_the_streaming_store(tmp_path: Path) -> None:
+    """With extract.keep_gb `make all` extracts and trains at once; the store never is whole, and the extraction server ends before the drafter is served."""
+    result = run("two_stream", tmp_path / "out")["all"]
+    assert result["trained_samples"] == result["train_samples"] == 16 and result["consumed_shards"] > 0
+    assert result["trainer_gpus"] in ("", "1") and result["texts"] == "4 of 4 equal" and result["served"] >= 1.0
+
+
 def test_two_processes_follow_the_curve_of_one(tmp_path: Path) -> None:
     result = run("two_train", tmp_path / "out", "--skip", "chain")
     assert result["links"]["right"]

@@ -138,7 +138,7 @@ class Train:
     init_from: str = ""  # an existing drafter folder
     max_bad_samples: int = 10  # stop when more samples than this hold a NaN or do not fit
     threads: int = 0  # CPU threads; 0: all
-    stop_server: bool = True  # end this run's servers first: they hold the memory
+    stop_server: bool = True  # end this run's servers first, and the extraction server before serving: they hold the memory
 
 
 @dataclass

@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .config import Config
+from .errors import UserError
 from .paths import ROOT, resolve_input
 from .report import read_report, write_json
+from .servers import make_room
 
 SCRIPTS = ROOT / "scripts"
 
@@ -34,14 +36,23 @@ class Step:
     flags: tuple[str, ...] = ()
 
 
-STEPS = (
-    Step("data", "02a_prepare_data.py", ("target", "data", "draft"), "data/report.json", needs="extraction"),
+DATA = Step("data", "02a_prepare_data.py", ("target", "data", "draft"), "data/report.json", needs="extraction")
+APART = (
     Step("extract", "02b_extract_hidden_states_sglang.py", ("target", "extract"), "store/report.json", needs="extraction"),
     Step("train", "03_train.py", ("target", "draft", "train"), "drafter/report.json"),
+)
+STREAM = Step("stream", "run_stream.py", ("target", "extract", "draft", "train"), "drafter/report.json", needs="extraction")  # extract and train at once
+LAST = (
     Step("check", "check_drafter.py", (), ""),
     Step("serve", "04_serve.sh", (), "", flags=("--background",)),
     Step("bench", "05_benchmark.py", ("target", "serve", "bench"), "bench/report.json"),
 )
+STEP_NAMES = [step.name for step in (DATA, *APART, STREAM, *LAST)]
+
+
+def steps_of(config: Config) -> tuple[Step, ...]:
+    """The steps of a run: with extract.keep_gb the states pass through the store while the trainer reads them."""
+    return (DATA, *((STREAM,) if config.extract.keep_gb else APART), *LAST)
 
 
 def script_command(config: Config, overrides: list[str], script: str, flags: tuple[str, ...] = ()) -> list[str]:
@@ -66,6 +77,7 @@ class Pipeline:
     def __init__(self, config: Config, overrides: list[str]):
         self.config, self.overrides = config, overrides
         self.marker = config.run.root / "steps.json"
+        self.steps = steps_of(config)
 
     def _done(self) -> dict[str, str]:
         return read_report(self.marker, "every step that has changed")
@@ -78,7 +90,7 @@ class Pipeline:
             for name in self.config.data.inputs:
                 path = resolve_input(name)
                 parts.append(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else 'missing'}")
-        earlier = [other for other in STEPS[: STEPS.index(step)] if other.report]
+        earlier = [other for other in self.steps[: self.steps.index(step)] if other.report]
         if earlier:
             report = self.config.run.root / earlier[-1].report
             parts.append(hashlib.sha256(report.read_bytes()).hexdigest() if report.is_file() else "missing")
@@ -89,18 +101,22 @@ class Pipeline:
         return bool(step.report) and (self.config.run.root / step.report).is_file() and self._done().get(step.name) == self.fingerprint(step)
 
     def run(self, names: list[str] | None = None) -> dict[str, float]:
-        """Run the steps (all when `names` is None); returns seconds by step, 0 for one that was done."""
+        """Run the steps (all when `names` is None); returns seconds by step, 0 for one that was done. Raises UserError for a step that this run has not."""
         seconds: dict[str, float] = {}
-        steps = [step for step in STEPS if names is None or step.name in names]
+        own = [step.name for step in self.steps]
+        if wrong := [name for name in names or () if name not in own]:
+            raise UserError(f"--steps {' '.join(wrong)}: with extract.keep_gb = {self.config.extract.keep_gb:g} the steps of this run are {' '.join(own)}")
+        steps = [step for step in self.steps if names is None or step.name in names]
         for number, step in enumerate(steps, 1):
-            later_done = step.name in ("check", "serve") and self.is_done(STEPS[-1])
+            later_done = step.name in ("check", "serve") and self.is_done(self.steps[-1])
             if self.is_done(step) or later_done:
                 print(f"== {number}/{len(steps)} {step.name}: already done", flush=True)
                 seconds[step.name] = 0.0
                 continue
             print(f"== {number}/{len(steps)} {step.name}", flush=True)
             start = time.monotonic()
-            if step.needs and not (step.name == "extract" and self.config.server.urls):
+            if step.needs and not (step.name in ("extract", "stream") and self.config.server.urls):
+                make_room(self.config, ["serving", "baseline"])  # of an earlier call
                 call(script_command(self.config, self.overrides, "01_launch_server.sh", ("--background",)), "the extraction server")
             call(script_command(self.config, self.overrides, step.script, step.flags), f"step {step.name}")
             seconds[step.name] = time.monotonic() - start

@@ -285,6 +285,13 @@ def advice(reason: str) -> str:
     return ""
 
 
+def make_room(config: Config, modes: Sequence[str] = MODES) -> None:
+    """End this run's servers of `modes` before something else needs their memory, unless train.stop_server = false; says which."""
+    if config.train.stop_server:
+        for mode in stop_servers(config, modes):
+            print(f"ended the {mode} server of run {config.run.name!r}: it held the memory (train.stop_server)", flush=True)
+
+
 def refuse_busy_port(config: Config, mode: str) -> None:
     """Raise UserError when the server of `mode` cannot listen on its port."""
     if problem := port_problem(config.server.host, port_of(config, mode)):

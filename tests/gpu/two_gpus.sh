@@ -31,7 +31,7 @@ training)
   [ -n "${QUICK:-}" ] || scripts/00_apply_patch.sh
   part "${CHAIN_S:-180}" "$PY" "$here/two_train.py" "$work/training/chain" --seconds "${CHAIN_S:-160}" --parts chain & chain=$!
   [ -z "${QUICK:-}" ] || wait "$chain"
-  part "${STREAM_S:-190}" "$PY" "$here/two_stream.py" "$work/training/stream" --seconds "${STREAM_S:-170}"
+  part "${STREAM_S:-260}" "$PY" "$here/two_stream.py" "$work/training/stream" --seconds "${STREAM_S:-230}"
   wait "$chain"
   ;;
 *) echo "error: $what is neither servers nor training" >&2; exit 2 ;;

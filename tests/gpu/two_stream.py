@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Target on one GPU, trainer on the other, through the streaming store (about three minutes): `make data stream check` as a user calls them.
+"""Target on one GPU, trainer on the other, through the streaming store (about four minutes): `make all` with extract.keep_gb, as a user calls it.
 
 Run by hand on a machine with two GPUs whose Python has SGLang and the capture patch: tests/gpu/two_stream.py OUT. Every part goes on when another fails. Writes
 OUT/two_stream.json, prints a JSON line a part. The target is random, in SmolLM2-135M's shape with the tiny tokenizer's vocabulary. Without a GPU: a tiny one.
@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests"), str(ROOT / "tests" / "gpu")]
 
 from aerie.config import load_config  # noqa: E402
-from aerie.servers import Server, has_gpu  # noqa: E402
+from aerie.servers import has_gpu, stop_servers  # noqa: E402
 from aerie.tiny import CONFIGS, VOCAB  # noqa: E402
 from cpu_tools import write_config  # noqa: E402
 from gpu_parts import Parts, begin, make  # noqa: E402
@@ -58,16 +57,18 @@ def gpus_of(word: str) -> dict[str, list[int]]:
 
 
 class Watch(threading.Thread):
-    """While the stream runs: memory in use on each GPU at its highest, and which GPUs the trainer was shown."""
+    """While it runs: memory in use on each GPU at its highest, and which GPUs the extraction server and the trainer were shown."""
 
-    def __init__(self, run: str):
+    def __init__(self, run: str, port: int):
         super().__init__(daemon=True)
-        self.run_name, self.over = run, threading.Event()
+        self.run_name, self.port, self.over = run, port, threading.Event()
+        self.server: set[str] = set()
         self.used: dict[int, int] = {}
         self.trainer: set[str] = set()
 
     def run(self) -> None:
         while not self.over.wait(0.5):
+            self.server |= set(gpus_of(f"--port {self.port}"))
             self.trainer |= {value for value, pids in gpus_of("03_train.py").items() if any(self.run_name in self.line(pid) for pid in pids)}
             if GPU:
                 text = subprocess.run(["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits"], capture_output=True, text=True, check=False).stdout
@@ -85,7 +86,7 @@ class Watch(threading.Thread):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--seconds", type=float, default=200.0, help="no part begins after that (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=240.0, help="no longer than that (default: %(default)s)")
     args = parser.parse_args()
     out = args.out.absolute()
     begin(out, out / "runs")
@@ -94,7 +95,7 @@ def main() -> None:
     (out / "chats.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     path = write_config(
         out / f"{run}.toml", out / "stream-model", [1, 14, 26] if GPU else [1, 2, 4], target={"dtype": "bfloat16" if GPU else "float32"},
-        server={"args": ARGS if GPU else {}, "gpus": [0], "ready_timeout_s": 180.0},
+        server={"args": ARGS if GPU else {}, "gpus": [0], "ready_timeout_s": 180.0}, bench={"concurrency": [4], "max_new_tokens": 24, "samples": 8, "requests_per_slot": 1},
         data={"inputs": [str(out / "chats.jsonl")], "max_new_tokens": 96 if GPU else 16, "heldout": HELDOUT, "max_tokens": 1024, "concurrency": 64 if GPU else 8},
         extract={"proof_samples": 8, "keep_gb": KEEP_GB, "shard_gb": SHARD_GB}, draft={"vocab_size": 256},
         train={"gpus": [1], "ttt_steps": 7 if GPU else 3, "epochs": 1, "batch_tokens": 2048 if GPU else 256, "eval_samples": HELDOUT, "lr": 1e-3, "checkpoint_every": 5},
@@ -102,40 +103,36 @@ def main() -> None:
     config = load_config(str(path), run)
     parts = Parts(out / "two_stream.json", args.seconds, gpu=GPU, cores=os.cpu_count())
 
-    def stream() -> dict[str, Any]:
-        watch, start = Watch(run), time.monotonic()
+    def whole() -> dict[str, Any]:
+        watch = Watch(run, config.server.port)
         watch.start()
         try:
-            make(out, "stream", path, run, 150)
-            seconds = time.monotonic() - start
-            server = Server.find(config, "extraction")
-            shown = gpus_of(f"--port {config.server.port}") if server else {}
+            said = make(out, "all", path, run, args.seconds)
         finally:
             watch.over.set()
             watch.join(5)
-        train, store = (json.loads((config.run.root / part / "report.json").read_text()) for part in ("drafter", "store"))
+        train, store, bench = (json.loads((config.run.root / part / "report.json").read_text()) for part in ("drafter", "store", "bench"))
         consumed = len(set((config.run.store / "consumed.log").read_text().split())) if (config.run.store / "consumed.log").exists() else 0
         wanted = json.loads((config.run.data / "report.json").read_text())["splits"]["train"]["rows"]
         return {
-            "accounting": store["accounting"], "trained_samples": train["samples"], "train_samples": wanted, "consumed_shards": consumed, "stream_seconds": seconds,
-            "server_gpus": ",".join(sorted(shown)), "trainer_gpus": ",".join(sorted(watch.trainer)), "used_mib": watch.used, "trainer_peak_bytes": train.get("peak_gpu_bytes", 0),
-            "train_tok_s": train["train_tok_s"], "extract_tok_s": store["extract_tok_s"],
-            "right": train["samples"] == wanted and consumed > 0 and sorted(shown) == ["0"] and watch.trainer == {"1"},
+            **said, "accounting": store["accounting"], "trained_samples": train["samples"], "train_samples": wanted, "consumed_shards": consumed,
+            "server_gpus": ",".join(sorted(watch.server)), "trainer_gpus": ",".join(sorted(watch.trainer)), "used_mib": watch.used, "trainer_peak_bytes": train.get("peak_gpu_bytes", 0),
+            "train_tok_s": train["train_tok_s"], "extract_tok_s": store["extract_tok_s"], "predicted": bench["predicted_accept_length"], "served": bench["accept_length"],
+            "texts": f"{bench['lossless']['equal']} of {bench['lossless']['compared']} equal",
+            "right": train["samples"] == wanted and consumed > 0 and watch.server == {"0"} and watch.trainer == {"1"},
         }  # fmt: skip
 
     try:
         parts("target", lambda: make_target(out / "stream-model"))
-        if parts("data", lambda: make(out, "data", path, run, 240)) is not None:
-            parts("stream", stream)
-            parts("check", lambda: make(out, "check", path, run, 60))
+        parts("all", whole)
     finally:
-        if (server := Server.find(config, "extraction")) is not None:
-            (out / "two-stream-server.log").write_bytes(server.log.read_bytes()[-200_000:])
-            server.stop()
+        stop_servers(config)
+        for log in config.run.logs.glob("*.log"):
+            (out / f"server-{log.name}").write_bytes(log.read_bytes()[-100_000:])
         shutil.rmtree(config.run.store, ignore_errors=True)
         parts.summary((
-            "right", "accounting", "trained_samples", "train_samples", "consumed_shards", "stream_seconds", "server_gpus", "trainer_gpus", "train_tok_s",
-            "extract_tok_s", "trainer_peak_bytes", "last",
+            "right", "accounting", "trained_samples", "train_samples", "consumed_shards", "server_gpus", "trainer_gpus", "train_tok_s", "extract_tok_s", "trainer_peak_bytes",
+            "predicted", "served", "texts", "last",
         ))  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from ..nvidia import gpu_rows, visible
 from ..paths import ROOT
 
 GIB = 1 << 30
@@ -87,7 +88,8 @@ class Facts:
     config: Any  # aerie.config.Config, or None
     config_error: str
     driver: str = ""
-    gpus: list[Gpu] = field(default_factory=list)
+    gpus: list[Gpu] = field(default_factory=list)  # those that CUDA_VISIBLE_DEVICES leaves
+    hidden: int = 0  # how many it does not
 
     @property
     def sm120(self) -> bool:
@@ -127,15 +129,14 @@ class Facts:
         return facts
 
     def _ask_driver(self) -> None:
-        query = "index,name,compute_cap,memory.total,memory.used,driver_version"
-        code, text = run(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"])
-        if code:
-            return
+        rows = gpu_rows("name", "compute_cap", "memory.total", "memory.used", "driver_version")
+        shown = visible(rows)
+        self.hidden = len(rows) - len(shown)
         bars = [int(value) << 20 for value in re.findall(r"BAR1 Memory Usage\s+Total\s+: (\d+) MiB", run(["nvidia-smi", "-q", "-d", "MEMORY"])[1])]
-        for line in filter(None, text.splitlines()):
-            index, name, capability, total, used, driver = (part.strip() for part in line.split(","))
+        for row in shown:
+            index, _, name, capability, total, used, driver = row
             major, _, minor = capability.partition(".")
-            place = len(self.gpus)
+            place = rows.index(row)
             self.gpus.append(Gpu(int(index), name, (int(major), int(minor or 0)), int(float(total)) << 20, int(float(used)) << 20, bars[place] if place < len(bars) else 0))
             self.driver = driver
 

@@ -20,7 +20,9 @@ XID = {8: "the GPU stopped answering", 13: "a kernel's illegal instruction or ac
 def check_driver(facts: Facts) -> Iterator[Result]:
     if not facts.gpus:
         code, _ = run(["nvidia-smi", "-L"])
-        if code == 127:
+        if facts.hidden:
+            yield Result(None, "NVIDIA driver", f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r} hides all {facts.hidden} GPUs: everything runs on the CPU", "unset it to use them")
+        elif code == 127:
             enough = "which is enough for the demo and the tests" + (f", not for {facts.config.path.name}" if for_gpus(facts) else "")
             yield Result(None, "NVIDIA driver", f"none here: everything runs on the CPU, {enough}")
         else:
@@ -34,6 +36,9 @@ def check_driver(facts: Facts) -> Iterator[Result]:
 
 
 def check_gpus(facts: Facts) -> Iterator[Result]:
+    if facts.gpus and facts.hidden:
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+        yield Result(None, "CUDA_VISIBLE_DEVICES", f"{shown!r} leaves {len(facts.gpus)} of {len(facts.gpus) + facts.hidden} GPUs; server.gpus and train.gpus count among these", "unset it to use all")
     kinds = {(gpu.name, gpu.capability, gpu.total) for gpu in facts.gpus}
     for name, capability, total in sorted(kinds):
         same = [gpu.index for gpu in facts.gpus if (gpu.name, gpu.capability, gpu.total) == (name, capability, total)]

@@ -21,13 +21,15 @@ class Needs:
 
 
 def ranks_of(args: dict[str, Any]) -> int:
-    """GPUs that one server of these SGLang options runs on: tensor times pipeline parallelism; 1 where an option is no number."""
+    """GPUs that one server of these SGLang options runs on: tensor times pipeline parallelism, times its copies (dp-size; with data-parallel attention they share
+    the tensor-parallel ranks). 1 where an option is no number."""
 
     def number(*names: str) -> int:
         value = next((args[name] for name in names if name in args), 1)
         return value if isinstance(value, int) and value > 0 else int(value) if str(value).isdigit() and int(value) else 1
 
-    return number("tp-size", "tp", "tensor-parallel-size") * number("pp-size", "pipeline-parallel-size")
+    copies = 1 if args.get("enable-dp-attention") else number("dp-size", "dp", "data-parallel-size")
+    return number("tp-size", "tp", "tensor-parallel-size") * number("pp-size", "pipeline-parallel-size") * copies
 
 
 def for_gpus(facts: Facts) -> bool:
