@@ -76,8 +76,9 @@ def draw_curves(path: Path, history: list[dict[str, Any]], evals: list[dict[str,
     for axis, key in ((axes[0], "loss"), (axes[1], "accuracy")):
         for entries, style, name in ((history, "-", "training"), (evals, "--", "held out")):
             for step in range(min(4, len(entries[0][key]) if entries else 0)):
-                thin = {"alpha": 0.45, "linewidth": 1.0} if style == "-" else {"linewidth": 1.6, "marker": "o", "markersize": 4}
-                axis.plot([e["step"] for e in entries], [e[key][step] for e in entries], style, color=f"C{step}", label=f"{name}, TTT step {step}", **thin)
+                how = {"alpha": 0.45, "linewidth": 1.0} if style == "-" else {"linewidth": 1.6}
+                mark = "o" if style == "--" else "." if len(entries) < 20 else ""
+                axis.plot([e["step"] for e in entries], [e[key][step] for e in entries], style, color=f"C{step}", marker=mark, markersize=4, label=f"{name}, TTT step {step}", **how)
         axis.set_xlabel("optimiser step")
         axis.set_title(key)
         if history or evals:
