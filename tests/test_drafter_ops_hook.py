@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import shutil
 import subprocess
 import sys
 import types
@@ -36,6 +38,54 @@ def test_entry_point_is_found_and_off_by_default():
     )
     done = run_python(code, AERIE_SERVE_DRAFTER_OPS="")
     assert done.returncode == 0, done.stderr
+
+
+CODE_OF_SGLANG_S_OWN_CALLS = """
+import json, sys
+import torch
+from sglang.srt.layers.attention.verify_mask import maybe_create_verify_mask
+from sglang.srt.speculative import eagle_utils, eagle_worker_v2
+import drafter_ops_hook as hook
+hook.patch({"eagle_worker_v2": eagle_worker_v2, "eagle_utils": eagle_utils})
+hook._on_gpu = lambda x: True
+called = []
+hook._call = lambda name, device, *arguments: called.append(name)
+hook._hand_over = lambda kernel, *tensors: sys.exit(f"{kernel} was handed over: {[(x.dtype, x.shape, x.stride()) for x in tensors]}")
+lengths, steps = torch.tensor([7, 3]), 3
+for topk, nodes in ((1, 4), (4, 16)):
+    score, token, parents = [], [], []
+    for step in range(steps):  # as SGLang's select_top_k_tokens gives them
+        width = topk if step == 0 else topk * topk
+        score.append(torch.rand(2, 1 if step == 0 else topk, topk)), token.append(torch.randint(0, 9, (2, width)))
+        parents.append(torch.arange(-1, topk).expand(2, -1) if step == 0 else torch.randint(0, width, (2, topk)))
+    parent_list, chosen, drafted = eagle_utils.organize_draft_results(score, token, parents, nodes)
+    for dtype in (torch.bool, torch.uint8):  # the buffer of SGLang's Triton attention is uint8
+        buffer = maybe_create_verify_mask(is_draft_runner=False, skip_prefill=False, max_bs=4, max_context_len=64, num_draft_tokens=nodes, device="cpu", is_read=True, dtype=dtype)
+        full = eagle_utils.TreeMaskMode.FULL_MASK
+        for mask in (None, buffer.buffer):
+            built = eagle_utils.build_tree_kernel_efficient(torch.tensor([5, 6], dtype=torch.int32), parent_list, chosen, drafted, lengths, 10, topk, steps, nodes, full, mask)
+    _, _, index, child, sibling, drafted = built
+    eagle_utils.verify_tree_greedy_func(
+        predicts=torch.zeros(2 * nodes, dtype=torch.int32), accept_index=torch.full((2, steps + 1), -1, dtype=torch.int32), accept_token_num=torch.empty(2, dtype=torch.int32),
+        candidates=drafted.reshape(2, nodes), retrieve_index=index, retrieve_next_token=child, retrieve_next_sibling=sibling,
+        target_predict=torch.argmax(torch.rand(2 * nodes, 9), dim=-1).reshape(2, nodes), topk=topk,
+    )
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = torch.rand(2 * topk, 40, dtype=dtype)
+        probabilities, ids = eagle_worker_v2.fast_topk(eagle_worker_v2.renorm_draft_probs(logits, None, False), topk, dim=-1)
+        assert probabilities.shape == ids.shape == (2 * topk, topk)
+        eagle_worker_v2.draft_topk1_postprocess(logits, torch.arange(2 * topk), None, 1)
+print(json.dumps({name: called.count(name) for name in sorted(set(called))}))
+"""
+
+
+@needs_sglang
+@pytest.mark.slow  # imports SGLang's worker: a minute on a small machine
+def test_what_sglang_itself_hands_over_is_taken():
+    """SGLang's own Python builds the arguments; only the kernels and the GPU are stand-ins."""
+    done = run_python(CODE_OF_SGLANG_S_OWN_CALLS, AERIE_CPU_PLATFORM="1", PYTHONPATH=os.pathsep.join([str(PLUGIN), str(ROOT / "patches" / "cpu_platform")]))
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == {"aerie_build_tree": 8, "aerie_draft_topk": 8, "aerie_verify_tree_greedy": 2}
 
 
 @needs_sglang
@@ -72,8 +122,36 @@ def test_another_sglang_is_refused():
         hook.patch({"eagle_worker_v2": worker, "eagle_utils": utils})
 
 
-def test_what_the_kernels_do_not_take_goes_to_sglang():
-    """On CPU tensors every replacement hands over to the original, with the same arguments."""
+@pytest.mark.parametrize("dtype, taken", [(torch.bool, True), (torch.uint8, True), (torch.int32, False)])
+def test_masks_of_a_byte_a_cell_are_taken(monkeypatch, dtype, taken):
+    """The mask buffer of SGLang's Triton attention is uint8."""
+    called = []
+    monkeypatch.setattr(hook, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(hook, "_call", lambda name, *arguments: called.append(name))
+    ints = torch.zeros(2, 3, dtype=torch.int64)
+    answer = hook.make_build_tree(lambda *_: "sglang")(*[ints] * 2, ints[:, 0].contiguous(), torch.ones(80, dtype=dtype), *[ints] * 4, 1, 2, 3, 0)
+    assert (answer, called) == ((None, ["aerie_build_tree"]) if taken else ("sglang", []))
+
+
+def test_a_library_that_does_not_fit_ends_the_server_at_start(monkeypatch, tmp_path):
+    import op_library
+
+    monkeypatch.setattr(op_library, "PATH", tmp_path / "libaerie_drafter.so")
+    with pytest.raises(SystemExit, match="is missing; build it with make cuda"):
+        hook._library()
+    op_library.PATH.write_bytes(b"")
+    with pytest.raises(SystemExit, match="is no library of the drafter ops .*make cuda"):
+        hook._library()
+    if shutil.which("gcc"):
+        (tmp_path / "old.c").write_text("int aerie_abi(void) { return 4; }\n")
+        subprocess.run(["gcc", "-shared", "-fPIC", "-o", op_library.PATH, tmp_path / "old.c"], check=True)
+        with pytest.raises(SystemExit, match=f"its interface is 4, not {op_library.ABI}"):
+            hook._library()
+
+
+def test_what_the_kernels_do_not_take_goes_to_sglang(caplog):
+    """On CPU tensors every replacement hands over to the original, with the same arguments; the log says so once a kernel."""
+    hook._handed_over.clear()
     seen = []
     original = lambda *args: seen.append(args) or "sglang"  # noqa: E731
     logits, ints = torch.randn(2, 8), torch.zeros(2, 3, dtype=torch.int64)
@@ -83,6 +161,9 @@ def test_what_the_kernels_do_not_take_goes_to_sglang():
     assert hook.make_build_tree(original)(*[ints] * 2, ints[:, 0].contiguous(), torch.ones(4, dtype=torch.bool), *[ints] * 4, 1, 2, 3, 0) == "sglang"
     assert hook.make_verify(original)(*[ints.int()] * 3, *[ints] * 5) == "sglang"
     assert len(seen) == 5
+    said = [record.getMessage() for record in caplog.records]
+    assert [text.split()[1] for text in said] == ["aerie_draft_topk", "aerie_build_tree", "aerie_verify_tree_greedy"]
+    assert "float32 [2, 8] on cpu" in said[0]
 
 
 def test_the_server_gets_it_only_when_asked_for(monkeypatch, tmp_path):

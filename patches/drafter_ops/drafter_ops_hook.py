@@ -8,11 +8,13 @@ before the worker of the drafter is made; no line of SGLang is changed. AERIE_RO
     eagle_worker_v2                 renorm_draft_probs + fast_topk (tree)                    draft_topk of the logits, no softmax over the vocabulary
     eagle_utils                     the tree build, verify_tree_greedy_func                  build_tree, verify_tree_greedy
 
-What the kernels do not take (other dtypes, bit-packed masks, rejection sampling) goes to SGLang's own function, as before.
+What the kernels do not take (other dtypes, bit-packed masks, rejection sampling) goes to SGLang's own function, as before. The log says once for each kernel
+that it is in use, and once for each that it was handed something it does not take.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import multiprocessing
 import os
@@ -27,7 +29,8 @@ logger = logging.getLogger(__name__)
 
 SWITCH = "AERIE_SERVE_DRAFTER_OPS"
 MAX_TOPK, MAX_NODES, MAX_RANKED = 32, 2048, 196608  # as in cuda/op_checks.py and cuda/drafter_ops.py
-_said: set[str] = set()
+_said: set[str] = set()  # kernels that were called
+_handed_over: set[str] = set()  # kernels that could not take what they got
 
 
 class Logits(NamedTuple):
@@ -45,7 +48,25 @@ def _library() -> ModuleType:
 
     if not op_library.PATH.is_file():
         raise SystemExit(f"{SWITCH}=1 but {op_library.PATH} is missing; build it with make cuda, or set serve.drafter_ops = false")
+    try:
+        abi = ctypes.CDLL(str(op_library.PATH)).aerie_abi()  # touches no GPU
+    except (OSError, AttributeError) as exc:
+        raise SystemExit(f"{SWITCH}=1 but {op_library.PATH} is no library of the drafter ops ({exc}); build it again with make cuda") from None
+    if abi != op_library.ABI:
+        raise SystemExit(f"{SWITCH}=1 but {op_library.PATH} was built from another version of cuda/ (its interface is {abi}, not {op_library.ABI}); build it again with make cuda")
     return op_library
+
+
+def _on_gpu(x: torch.Tensor) -> bool:
+    return x.is_cuda
+
+
+def _hand_over(kernel: str, *tensors: torch.Tensor) -> None:
+    """Say once that SGLang's own function runs in place of `kernel`, and what it got."""
+    if kernel not in _handed_over:
+        _handed_over.add(kernel)
+        got = ", ".join(f"{x.dtype} {list(x.shape)} on {x.device.type}".removeprefix("torch.") for x in tensors)
+        logger.warning("Aerie: %s does not take this, SGLang's own function runs: %s", kernel, got)
 
 
 def _call(name: str, device: torch.device, *arguments: object) -> None:
@@ -72,7 +93,7 @@ def _topk(logits: torch.Tensor, k: int, positions: torch.Tensor | None, tokens: 
 
 
 def _takes_logits(logits: torch.Tensor, k: int) -> bool:
-    fits = logits.is_cuda and logits.dtype in (torch.float32, torch.bfloat16) and logits.dim() == 2 and logits.stride(1) == 1
+    fits = _on_gpu(logits) and logits.dtype in (torch.float32, torch.bfloat16) and logits.dim() == 2 and logits.stride(1) == 1
     return fits and 1 <= k <= min(MAX_TOPK, logits.shape[1]) and (k == 1 or logits.shape[1] <= MAX_RANKED)
 
 
@@ -82,6 +103,7 @@ def make_topk1(original: Callable) -> Callable:
     def draft_topk1_postprocess(next_token_logits, positions, draft_tokens=None, draft_token_column=0):
         fits = positions.dtype == torch.int64 and positions.is_contiguous() and (draft_tokens is None or draft_tokens.dtype == torch.int64)
         if not (fits and _takes_logits(next_token_logits, 1)):
+            _hand_over("aerie_draft_topk", next_token_logits, positions)
             return original(next_token_logits, positions, draft_tokens, draft_token_column)
         tokens = None if draft_tokens is None else draft_tokens[:, draft_token_column]
         return _topk(next_token_logits, 1, positions, tokens)
@@ -94,6 +116,7 @@ def make_renorm(original: Callable) -> Callable:
 
     def renorm_draft_probs(next_token_logits, sampling_info, use_rejection_sampling):
         if use_rejection_sampling or not _takes_logits(next_token_logits, 1):
+            _hand_over("aerie_draft_topk", next_token_logits)
             return original(next_token_logits, sampling_info, use_rejection_sampling)
         return Logits(next_token_logits)
 
@@ -107,6 +130,7 @@ def make_fast_topk(original: Callable) -> Callable:
         if not isinstance(values, Logits):
             return original(values, topk, dim)
         if not _takes_logits(values.values, topk):
+            _hand_over("aerie_draft_topk", values.values)
             return original(torch.softmax(values.values, dim=-1), topk, dim)
         return _topk(values.values, topk, None, None)
 
@@ -120,9 +144,12 @@ def make_build_tree(original: Callable) -> Callable:
         parent_list, selected, seq_lens, mask, positions, retrieve_index, next_token, next_sibling, topk, depth, nodes, mask_mode
     ):  # fmt: skip
         int64 = all(x.dtype == torch.int64 for x in (parent_list, selected, positions, retrieve_index, next_token, next_sibling))
-        fits = int64 and seq_lens.dtype in (torch.int64, torch.int32) and seq_lens.is_contiguous() and mask.dtype == torch.bool and parent_list.dim() == 2
+        # SGLang's own mask is bool, the buffer of its Triton attention backend uint8: a byte a cell, 0 or 1, either way. Bits (mask mode 2) are not taken.
+        cells = mask.dtype in (torch.bool, torch.uint8)
+        fits = int64 and cells and seq_lens.dtype in (torch.int64, torch.int32) and seq_lens.is_contiguous() and parent_list.dim() == 2
         rows = all(x.shape[1] < 2 or x.stride(1) == 1 for x in (parent_list, selected)) if fits else False
-        if not (rows and selected.is_cuda and int(mask_mode) in (0, 1) and nodes <= MAX_NODES):
+        if not (rows and _on_gpu(selected) and int(mask_mode) in (0, 1) and nodes <= MAX_NODES):
+            _hand_over("aerie_build_tree", parent_list, selected, seq_lens, mask)
             return original(parent_list, selected, seq_lens, mask, positions, retrieve_index, next_token, next_sibling, topk, depth, nodes, mask_mode)
         _call(
             "aerie_build_tree", selected.device, parent_list.data_ptr(), parent_list.stride(0), parent_list.shape[1], selected.data_ptr(), selected.stride(0),
@@ -143,7 +170,8 @@ def make_verify(original: Callable) -> Callable:
         inputs = (candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling, target_predict)
         outputs = (predicts, accept_index, accept_token_num)
         fits = all(x.dtype == torch.int64 and x.is_contiguous() for x in inputs) and all(x.dtype == torch.int32 and x.is_contiguous() for x in outputs)
-        if not (fits and candidates.is_cuda and candidates.shape[1] <= MAX_NODES):
+        if not (fits and _on_gpu(candidates) and candidates.shape[1] <= MAX_NODES):
+            _hand_over("aerie_verify_tree_greedy", *outputs, *inputs)
             return original(*outputs, *inputs, topk)
         _call(
             "aerie_verify_tree_greedy", candidates.device, predicts.data_ptr(), predicts.numel(), accept_index.data_ptr(), accept_token_num.data_ptr(),
@@ -187,7 +215,10 @@ def install() -> None:
     if not torch.version.cuda:
         raise SystemExit(f"{SWITCH}=1 needs a GPU: set serve.drafter_ops = false")
     _library()
-    from sglang.srt.speculative import eagle_utils, eagle_worker_v2
+    try:  # SGLang goes on without a plugin that raises an Exception, and says so in its log alone
+        from sglang.srt.speculative import eagle_utils, eagle_worker_v2
+    except Exception as exc:
+        raise SystemExit(f"{SWITCH}=1 but the worker of this SGLang's drafter cannot be imported ({exc!r}): serve.drafter_ops is for 0.5.17 and 0.5.23") from exc
 
     replaced = patch({"eagle_worker_v2": eagle_worker_v2, "eagle_utils": eagle_utils})
     logger.info("Aerie: drafter ops replace %s", ", ".join(replaced))
