@@ -219,7 +219,7 @@ def main() -> int:
         print(f"step {found['step']}: predicted accept length {found['predicted_accept_length']:.3f}, held-out accuracy "
               f"{', '.join(f'{value:.3f}' for value in found['accuracy'])}; exported", flush=True)  # fmt: skip
         training_json = {**identity, "step": found["step"], "predicted_accept_length": found["predicted_accept_length"]}
-        export_drafter(folder, best, draft_ids, config.target.aux_layer_ids, target.config, export_dtype, training_json)
+        export_drafter(folder, best, draft_ids, config.target.aux_layer_ids, target.config, export_dtype, training_json, trainer.state.walks)
 
     if stream:
         steps = total_steps(planned, train.batch_tokens, train.accumulate)

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 from aerie.config import Config, load_config
 from aerie.errors import UserError
-from aerie.generate import Answer, Prompt, accept_length, accept_length_mean, next_token_distance, prompts_of, spans
+from aerie.generate import Answer, Prompt, accept_length, accept_length_mean, next_token_distance, prompts_of
 from aerie.lossless import CONTROL_QUESTIONS, Control, compare, first_difference, run_control
 from aerie.report import write_json
 from aerie.rid import sample_id
-from aerie.samples import Sample, write_samples
+from aerie.samples import Sample, SampleFile, write_samples
+from aerie.walk import answer_runs
 from cpu_tools import write_config
 from serve_fake import FakeServer, accepted_counts, continuation
 from serve_folders import LLAMA_TARGET, llama_drafter, write_drafter, write_target
@@ -103,6 +104,26 @@ def test_report(config: Config, fakes: Callable, monkeypatch: pytest.MonkeyPatch
     assert "data:image/png;base64," in page and "heldout" in page and (config.run.bench / "report.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_predicted_and_served_are_of_the_same_prompts(config: Config, fakes: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Training walked four of the ten held-out samples, whose answers of 6 .. 9 tokens took it verifications of 2 tokens; then answers are cut at 8 tokens."""
+    file = SampleFile(config.run.data / "heldout.safetensors")
+    walks = {file.sample_id(index): [" ".join(["2"] * (tokens // 2) + ["1"] * (tokens % 2))] for index, tokens in enumerate((5, 6, 7, 8))}
+    (config.run.drafter / "walk.json").write_text(json.dumps({"num_steps": 3, "walks": walks}))
+    fakes()
+    assert run_benchmark(monkeypatch, config) == 0
+    report = json.loads((config.run.bench / "report.json").read_text())
+    served = (5 + 6 + 7 + 8) / sum(len(accepted_counts(count, 3)) for count in (5, 6, 7, 8))
+    assert report["same_prompts"] == {"predicted": pytest.approx(26 / 14), "served": pytest.approx(served), "prompts": 4}
+    assert report["gap"] == pytest.approx(served / (26 / 14) - 1) and report["predicted_accept_length"] == 2.5
+    assert report["sets"]["heldout"]["levels"][0]["same_prompts"]["prompts"] == 3
+    said = capsys.readouterr().out
+    assert f"predicted accept length {26 / 14:.3f}, served {served:.3f}: gap" in said and "(4 prompts; over all held-out chats of training 2.500)" in said
+    assert "speed-up  predicted  accept length" in said and f"{18 / 10:.3f}" in said  # the first three prompts: all of the lowest concurrency
+    assert run_benchmark(monkeypatch, config, "--set", "bench.max_new_tokens=8") == 0
+    same = json.loads((config.run.bench / "report.json").read_text())["same_prompts"]
+    assert same["predicted"] == pytest.approx((5 + 6 + 7 + 7) / (3 + 3 + 4 + 4))
+
+
 def test_a_changed_text_fails_and_a_near_tie_is_counted(config: Config, fakes: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     servers = fakes(changes_text=True)
     assert run_benchmark(monkeypatch, config) == 1
@@ -185,7 +206,7 @@ def test_no_heldout(config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 def test_spans_and_prompts() -> None:
     mask = np.array([0, 0, 1, 1, 0, 1, 0, 1], dtype=np.uint8)
-    assert spans(mask) == [(2, 4), (5, 6), (7, 8)]
+    assert answer_runs(mask) == [(2, 4), (5, 6), (7, 8)]
     prompts = prompts_of(Sample("0" * 16, np.arange(8, dtype=np.int32), mask), 1)
     assert [(prompt.input_ids, prompt.max_new_tokens) for prompt in prompts] == [([0, 1], 1), ([0, 1, 2, 3, 4], 1), ([0, 1, 2, 3, 4, 5, 6], 1)]
     assert prompts_of(Sample("0" * 16, np.arange(2, dtype=np.int32), np.ones(2, dtype=np.uint8)), 4) == []  # no prompt: nothing to send

@@ -75,7 +75,10 @@ def test_overfit_leaves_the_drafter_alone_and_a_lost_drafter_is_made_again(make_
     config = make(make_config, "broken-drafter")
     write_run(config, samples=6)
     assert train(config).returncode == 0
-    weights, training = (config.run.drafter / "model.safetensors").read_bytes(), (config.run.drafter / "training.json").read_text()
+    weights, training, walks = ((config.run.drafter / name).read_bytes() for name in ("model.safetensors", "training.json", "walk.json"))
+    best = json.loads((config.run.drafter / "report.json").read_text())["eval"]
+    by_sample = json.loads(walks)["walks"]
+    assert len(by_sample) == best["samples"] and sum(int(gained) for answers in by_sample.values() for answer in answers for gained in answer.split()) == best["walked_tokens"]
     done = train(config, "--overfit", "400", "--set", "train.lr=5e-3")
     assert done.returncode == 0 and "the store holds 6 samples" in done.stdout and "\nsound: 6 memorised" in done.stdout, done.stdout + done.stderr
     assert (config.run.drafter / "model.safetensors").read_bytes() == weights and (config.run.root / "overfit" / "model.safetensors").is_file()
@@ -83,7 +86,8 @@ def test_overfit_leaves_the_drafter_alone_and_a_lost_drafter_is_made_again(make_
     shutil.copytree(config.run.root / "overfit", config.run.drafter)
     done = train(config)
     assert done.returncode == 0 and "it is made again from" in done.stdout, done.stdout + done.stderr
-    assert (config.run.drafter / "model.safetensors").read_bytes() == weights and (config.run.drafter / "training.json").read_text() == training
+    assert (config.run.drafter / "model.safetensors").read_bytes() == weights and (config.run.drafter / "training.json").read_bytes() == training
+    assert (config.run.drafter / "walk.json").read_bytes() == walks
     shutil.rmtree(config.run.drafter)
     done = train(config, "--set", "serve.num_steps=2")
     assert done.returncode == 0 and "the evaluations until here are dropped" in done.stdout, done.stdout + done.stderr

@@ -19,7 +19,7 @@ from aerie.paths import RunPaths
 from aerie.store import StoredSample
 from aerie.target_weights import TargetWeights
 from aerie.trainer import Trainer, learning_rate, make_plan
-from aerie.walk import Walked, answer_runs, walk
+from aerie.walk import Walked, answer_runs, as_text, first_tokens, gains, walk
 from safetensors.torch import save_file
 from train_helpers import HIDDEN, FakeStore, make_drafter, make_fixed, make_sample, make_shape
 
@@ -147,6 +147,23 @@ def test_walk_by_hand():
     assert answer_runs(np.array([1, 1, 0, 1])) == [(0, 2), (3, 4)]
     assert walk(np.array([0, 1, 0]), [3, 3, 3]) == Walked(0, 0)  # an answer of one token is prefill's
     assert walk(np.array([0, 1, 1, 0, 1, 1]), [0] * 6) == Walked(2, 2)  # two turns
+
+
+def test_the_walk_of_the_first_tokens_is_that_of_a_shorter_answer():
+    """What a request with a smaller max_new_tokens sees: the walk over the same answer cut there."""
+    random = np.random.default_rng(3)
+    for _ in range(50):
+        mask = (random.random(60) < 0.7).astype(np.uint8)
+        accepted = random.integers(0, 4, 60)
+        answers, total = as_text(gains(mask, accepted)), Walked()
+        assert len(answers) == len(answer_runs(mask))
+        for (start, end), answer in zip(answer_runs(mask), answers):
+            total.add(first_tokens(answer, end - start))
+            for tokens in range(1, end - start + 1):
+                short = np.zeros(60, np.uint8)
+                short[start : start + tokens] = 1
+                assert first_tokens(answer, tokens) == walk(short, accepted)
+        assert total == walk(mask, accepted)
 
 
 def test_curves_that_look_wrong_are_said():

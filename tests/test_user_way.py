@@ -94,9 +94,10 @@ def test_train(way):
 
 def test_serve_and_bench(way):
     config, _, _ = way
-    make(way, "serve")
+    assert " for these (" in make(way, "serve")
     make(way, "bench")
     done = report(way, "bench")
+    assert done["same_prompts"]["prompts"] == 6 and done["same_prompts"]["served"] == done["accept_length"]
     assert done["lossless"]["equal"] == done["lossless"]["compared"] == 6
     assert 1.0 <= done["accept_length"] <= config.serve.num_steps + 1
     for key in ("predicted_accept_length", "baseline_tok_s", "speculative_tok_s", "samples", "tokens", "extract_tok_s", "train_tok_s"):

@@ -17,10 +17,10 @@ from .errors import UserError
 from .generate import Answer, Prompt, accept_length, accept_length_mean, generate_all, generate_streamed, next_token_distance
 from .identity import read_model_config, text_config
 from .lossless import Lossless, compare, in_words
+from .predicted import Prediction
 from .progress import Progress
 from .report import read_report
 from .servers import Server
-from .serving import predicted_accept_length
 
 
 @dataclass
@@ -124,14 +124,16 @@ class SetBenchmark:
     def content(self) -> dict[str, Any]:
         """What the report says of this set."""
         served = self.fullest("serving")
+        prediction = Prediction.load(self.config) if self.prompts.name == "heldout" else None
         levels = []
         for plain, fast in zip(self.passes["baseline"], self.passes["serving"], strict=True):
             one, other = plain.as_dict(), fast.as_dict()
             levels.append(
                 {"concurrency": plain.concurrency, "requests": len(plain.answers), "baseline": one, "speculative": other,
-                 "speedup": fast.tok_s / plain.tok_s, "drafting_share": drafting_share(one, other)}
+                 "speedup": fast.tok_s / plain.tok_s, "drafting_share": drafting_share(one, other), "same_prompts": compared(prediction, fast)}
             )  # fmt: skip
         return {
+            "same_prompts": compared(prediction, served),
             "prompts": len(self.prompts.prompts), "skipped": self.prompts.skipped, "accept_length": accept_length(served.answers),
             "accept_length_request_mean": accept_length_mean(served.answers),
             "acceptance_by_position": acceptance_by_position(merged([answer.histogram for answer in served.answers]), self.config.serve.num_steps),
@@ -140,20 +142,29 @@ class SetBenchmark:
         }  # fmt: skip
 
 
+def compared(prediction: Prediction | None, served: Pass) -> dict[str, Any] | None:
+    """Predicted and served accept length over those prompts of a pass that training walked."""
+    same = prediction.compare(served.answers) if prediction else None
+    return same._asdict() if same else None
+
+
 def report_content(config: Config, sets: list[SetBenchmark], sweep: list[dict[str, Any]]) -> dict[str, Any]:
     """What report.json says: the first set's numbers on top, then every set."""
     contents = {each.prompts.name: each.content() for each in sets}
     first = contents[sets[0].prompts.name]
     # Training's walk is over held-out chats drafted num_steps deep; another set or another depth is not what it predicted.
-    training = read_report(config.run.drafter / "training.json")
-    comparable = sets[0].prompts.name == "heldout" and config.serve.topk == 1 and training.get("num_steps", config.serve.num_steps) == config.serve.num_steps
-    predicted = predicted_accept_length(config)
+    prediction = Prediction.load(config)
+    predicted, served = prediction.accept_length, first["accept_length"]
+    if same := first["same_prompts"]:
+        predicted, served = same["predicted"], same["served"]
+    comparable = sets[0].prompts.name == "heldout" and prediction.comparable
     lowest = first["levels"][0]
     return {
         "accept_length": first["accept_length"],
         "accept_length_request_mean": first["accept_length_request_mean"],
-        "predicted_accept_length": predicted,
-        "gap": first["accept_length"] / predicted - 1 if predicted and comparable else None,
+        "predicted_accept_length": prediction.accept_length,
+        "same_prompts": same,
+        "gap": served / predicted - 1 if predicted and comparable else None,
         "lossless": first["lossless"],
         "baseline_tok_s": lowest["baseline"]["tok_s"],
         "speculative_tok_s": lowest["speculative"]["tok_s"],
@@ -183,12 +194,14 @@ def table(content: dict[str, Any]) -> str:
     lines = []
     for name, one in content["sets"].items():
         skipped = f", {one['skipped']} skipped as too long" if one["skipped"] else ""
-        lines += [f"  {name}: {one['prompts']} prompts{skipped}", "  concurrency  requests  without tok/s  with tok/s  speed-up  accept length (pooled)  "
+        walked = any(level["same_prompts"] for level in one["levels"])
+        lines += [f"  {name}: {one['prompts']} prompts{skipped}", f"  concurrency  requests  without tok/s  with tok/s  speed-up  {'predicted  ' if walked else ''}accept length (pooled)  "
             "per-request mean"]
         for level in one["levels"]:
-            fast = level["speculative"]
+            fast, same = level["speculative"], level["same_prompts"]
+            predicted = f"  {same['predicted'] if same and same['prompts'] == level['requests'] else float('nan'):>9.3f}" if walked else ""
             lines.append(
-                f"  {level['concurrency']:>11}  {level['requests']:>8}  {level['baseline']['tok_s']:>13.1f}  {fast['tok_s']:>10.1f}  {level['speedup']:>7.2f}x"
+                f"  {level['concurrency']:>11}  {level['requests']:>8}  {level['baseline']['tok_s']:>13.1f}  {fast['tok_s']:>10.1f}  {level['speedup']:>7.2f}x{predicted}"
                 f"  {fast['accept_length']:>22.3f}  {fast['accept_length_request_mean']:>16.3f}"
             )
         if len(one["by_category"]) > 1:
@@ -199,7 +212,10 @@ def table(content: dict[str, Any]) -> str:
         lines.append(f"  texts: {in_words(lossless, 'the plain server', between, 'only one concurrency')}")
         lines += [f"    {text}" for text in lossless["different"][:5]]
     if content["gap"] is not None:
-        lines.append(f"  predicted accept length {content['predicted_accept_length']:.3f}, served {content['accept_length']:.3f}: gap {content['gap']:+.1%}")
+        same, pooled = content["same_prompts"], content["predicted_accept_length"]
+        predicted, served = (same["predicted"], same["served"]) if same else (pooled, content["accept_length"])
+        over = f" ({same['prompts']} prompts; over all held-out chats of training {pooled:.3f})" if same and abs(predicted - pooled) > 5e-4 else ""
+        lines.append(f"  predicted accept length {predicted:.3f}, served {served:.3f}: gap {content['gap']:+.1%}{over}")
     if content["sweep"]:
         lines.append("  steps  topk  draft tokens  tok/s  speed-up  accept length")
         lines += [

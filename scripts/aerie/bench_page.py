@@ -32,8 +32,9 @@ def draw(content: dict[str, Any], path: Path) -> None:
     position.set(title="Acceptance by position", xlabel="draft position", ylabel="share of verifications that accept it", ylim=(0, 1))
     position.set_xticks(range(1, content["num_steps"] + 1))
     names, values = [f"served: {name}" for name in content["sets"]], [one["accept_length"] for one in content["sets"].values()]
-    if content["predicted_accept_length"] is not None:
-        names, values = ["predicted (held-out)", *names], [content["predicted_accept_length"], *values]
+    predicted = (content["same_prompts"] or {}).get("predicted", content["predicted_accept_length"])
+    if predicted is not None:
+        names, values = ["predicted (held-out)", *names], [predicted, *values]
     bars = served.bar(range(len(values)), values, color=["tab:grey" if name.startswith("predicted") else "tab:blue" for name in names])
     served.bar_label(bars, fmt="%.2f")
     served.set_xticks(range(len(names)), names, rotation=15, ha="right")

@@ -12,7 +12,7 @@ from .distributed import Group
 from .drafter import Drafter
 from .ttt_loss import StepCounts
 from .unroll import Fixed, Rope, unroll
-from .walk import Walked, walk
+from .walk import Walked, as_text, gains, pooled, walk
 
 
 class Window:
@@ -65,10 +65,10 @@ def accepted_by_row(batch: Batch, drafted: Sequence[torch.Tensor], fixed: Fixed)
 
 @torch.no_grad()
 def evaluate(drafter: Drafter, store: Any, reader: Reader, batches: Iterable[Sequence[int]], fixed: Fixed, rope: Rope, num_steps: int) -> dict[str, Any]:
-    """Metrics over these samples; `num_steps` draft tokens a verification, as serving drafts. The store gives the masks to walk."""
+    """Metrics over these samples; `num_steps` draft tokens a verification, as serving drafts. The store gives the masks to walk. `walks`: by sample, walk.as_text()"""
     window, walked, possible = Window(num_steps), Walked(), Walked()
     own = Fixed(fixed.embedding, fixed.head, num_steps, fixed.decay)
-    masks = {}
+    masks, walks = {}, {}
     device = fixed.embedding.device
     samples = 0
     for indices in batches:
@@ -85,10 +85,12 @@ def evaluate(drafter: Drafter, store: Any, reader: Reader, batches: Iterable[Seq
             mask = np.asarray(masks[name])
             padded = np.zeros(len(mask), dtype=np.int64)
             padded[: last - first] = accepted[first:last]
-            walked.add(walk(mask, padded))
+            answers = gains(mask, padded)
+            walks[name] = as_text(answers)
+            walked.add(pooled(answers))
             possible.add(walk(mask, supervised_depth(mask, num_steps)))
             samples += 1
     return {
         "samples": samples, **window.metrics(), "walked_tokens": walked.tokens, "verifications": walked.verifications,
-        "predicted_accept_length": walked.accept_length, "possible_accept_length": possible.accept_length,
+        "predicted_accept_length": walked.accept_length, "possible_accept_length": possible.accept_length, "walks": walks,
     }  # fmt: skip

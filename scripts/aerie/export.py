@@ -18,6 +18,7 @@ from .errors import UserError
 from .identity import read_model_config
 from .report import write_json
 from .samples import settle, system_errors
+from .walk import WALK_FILE
 
 
 ARCHITECTURES = {"llama": "LlamaForCausalLMEagle3", "mla": "Eagle3DeepseekV2ForCausalLM"}
@@ -101,8 +102,8 @@ def drafter_config(shape: DrafterShape, aux_layer_ids: list[int], target: dict[s
     return config
 
 
-def export_drafter(folder: Path, drafter: Drafter, draft_ids: Tensor, aux_layer_ids: list[int], target: dict[str, Any], dtype: torch.dtype, training: dict[str, Any]) -> None:
-    """Write config.json, model.safetensors and training.json. The folder is replaced as a whole: it is the old drafter or the new one.
+def export_drafter(folder: Path, drafter: Drafter, draft_ids: Tensor, aux_layer_ids: list[int], target: dict[str, Any], dtype: torch.dtype, training: dict[str, Any], walks: dict[str, list[str]] | None = None) -> None:
+    """Write config.json, model.safetensors, training.json and, with `walks`, walk.json (walk.as_text() by held-out sample). The folder is replaced as a whole: it is the old drafter or the new one.
 
     draft_ids [Vd] int64: draft id -> target id, rising.
     """
@@ -122,6 +123,8 @@ def export_drafter(folder: Path, drafter: Drafter, draft_ids: Tensor, aux_layer_
         settle(temporary / "model.safetensors")
         write_json(temporary / "config.json", drafter_config(drafter.shape, aux_layer_ids, target, dtype))
         write_json(temporary / "training.json", training)
+        if walks:
+            write_json(temporary / WALK_FILE, {"num_steps": training["num_steps"], "walks": walks})
         if folder.exists():
             for keep in ("report.json", "curves.png"):
                 if (folder / keep).is_file():

@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Callable, Sequence
 
-import numpy as np
 import requests
 
 from .errors import UserError
 from .samples import Sample
+from .walk import answer_runs
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,6 @@ def accept_length_mean(answers: Sequence[Answer]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def spans(loss_mask: np.ndarray) -> list[tuple[int, int]]:
-    """The runs of supervised tokens, [start, end)."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], (loss_mask != 0).astype(np.int8), [0]])))
-    return [(int(start), int(end)) for start, end in zip(edges[::2], edges[1::2])]
-
-
 def prompts_of(sample: Sample, max_new_tokens: int) -> list[Prompt]:
     """The requests that give a sample's answers again: everything before a supervised span, and as many tokens as the span has.
 
@@ -72,7 +66,7 @@ def prompts_of(sample: Sample, max_new_tokens: int) -> list[Prompt]:
     """
     return [
         Prompt(f"{sample.id}.{number}", sample.input_ids[:start].tolist(), min(end - start, max_new_tokens), "heldout")
-        for number, (start, end) in enumerate(spans(sample.loss_mask)) if start > 0
+        for number, (start, end) in enumerate(answer_runs(sample.loss_mask)) if start > 0
     ]  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from .config import Config
 from .errors import EXIT_FAILED, UserError
 from .generate import Prompt, accept_length, generate_all, prompts_of
 from .host_memory import refuse_short_memory
+from .predicted import Prediction
 from .report import read_report, versions, write_json
 from .samples import SampleFile
 from .servers import Server, has_gpu, server_args, start_ticks, watcher_path, watcher_record
@@ -55,12 +56,6 @@ def refuse_bad_drafter(config: Config) -> None:
     print(f"drafter {config.run.drafter}: all {len(lines)} checks passed", flush=True)
 
 
-def predicted_accept_length(config: Config) -> float | None:
-    """What training's walk over held-out answers said, from drafter/training.json; None when it does not say."""
-    path = config.run.drafter / "training.json"
-    return read_report(path, "`make train`").get("predicted_accept_length")
-
-
 def warm_up_prompts(config: Config) -> list[Prompt]:
     """A few held-out chats of the run, or one chat through the target's own template where it has none."""
     path = config.run.data / "heldout.safetensors"
@@ -87,11 +82,16 @@ def warm_up(config: Config, server: Server) -> str:
         return f"warm-up: {tokens} tokens in {len(answers)} chats, without a drafter"
     if seen is None:
         return f"warm-up: {tokens} tokens in {len(answers)} chats, but the server counted no verification: it does not speculate"
-    predicted = predicted_accept_length(config)
+    prediction = Prediction.load(config)
+    predicted, same = prediction.accept_length, prediction.compare(answers)
     text = f"warm-up: accept length {seen:.2f} over {len(answers)} chat{'s' if len(answers) != 1 else ''}, {tokens} tokens"
     if predicted is None:
         return f"{text}; training predicted none, so there is nothing to compare it with"
-    text += f"; training predicted {predicted:.2f} ({seen / predicted - 1:+.0%})"
+    if same and same.prompts == len(answers):
+        predicted = same.predicted
+        text += f"; training predicted {predicted:.2f} for these ({seen / predicted - 1:+.0%})"
+    else:
+        text += f"; training predicted {predicted:.2f} over all its held-out chats ({seen / predicted - 1:+.0%})"
     return f"{text}: far below, so the drafter does not see in serving what it saw in training" if seen < FAR_BELOW * predicted else text
 
 

@@ -69,6 +69,7 @@ class State:
     seconds: float = 0.0
     best: float = -1.0
     best_step: int = 0
+    walks: dict[str, list[str]] = field(default_factory=dict)  # of the best step, by held-out sample: walk.as_text()
     without_better: int = 0
     history: list[dict[str, Any]] = field(default_factory=list)  # training windows
     evals: list[dict[str, Any]] = field(default_factory=list)
@@ -92,7 +93,7 @@ class Norm:
 
 
 class Trainer:
-    """Runs a plan over a store. `on_best(drafter, evaluation)` is called whenever the predicted accept length is the best so far."""
+    """Runs a plan over a store. `on_best(drafter, evaluation)` is called whenever the predicted accept length is the best so far; its walks are state.walks."""
 
     def __init__(
         self, train: Train, drafter: Drafter, fixed: Fixed, store: Any, training: np.ndarray, heldout: np.ndarray, checkpoints: Path | None,
@@ -137,7 +138,7 @@ class Trainer:
 
     def forget_best(self) -> None:
         """The next evaluation's drafter is the best one."""
-        self.state.best, self.state.best_step, self.state.without_better = -1.0, 0, 0
+        self.state.best, self.state.best_step, self.state.walks, self.state.without_better = -1.0, 0, {}, 0
 
     def run(self, progress: Progress | None = None) -> State:
         """Train to the plan's end, or until early stopping."""
@@ -241,6 +242,7 @@ class Trainer:
         self.check_norm()
         found = {"step": state.step, **evaluate(self.drafter, self.store, self.eval_reader, self.heldout, self.fixed, self.rope, self.num_steps)}
         found = self.group.first(found)  # two GPUs may round apart, and what follows is for all
+        walks = found.pop("walks")
         if not found["verifications"]:  # then 0.000 would be the best of all, and the first drafter the last
             print("warning: no held-out sample has an answer that can be drafted; the last weights are exported", flush=True)
             self.heldout = []
@@ -250,7 +252,7 @@ class Trainer:
         state.evals.append(found)
         self.on_numbers("eval", found)
         if found["predicted_accept_length"] > state.best:
-            state.best, state.best_step, state.without_better = found["predicted_accept_length"], state.step, 0
+            state.best, state.best_step, state.walks, state.without_better = found["predicted_accept_length"], state.step, walks, 0
             self.on_best(self.full_drafter(), found)
         else:
             state.without_better += 1

@@ -1,0 +1,47 @@
+"""Predicted against served: training's walk over held-out answers, for the very prompts that a benchmark or a warm-up sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Sequence
+
+from .config import Config
+from .generate import Answer, accept_length
+from .report import read_report
+from .walk import WALK_FILE, Walked, first_tokens
+
+
+class Same(NamedTuple):
+    """Both numbers over the same prompts, tokens a verification."""
+
+    predicted: float
+    served: float
+    prompts: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the drafter's folder says of its accept length."""
+
+    accept_length: float | None  # over all samples of training's evaluation; None where training said nothing
+    comparable: bool  # training drafted as this config serves: a chain of as many steps
+    walks: dict[str, list[str]]  # by held-out sample: walk.as_text(); empty for a drafter from elsewhere
+
+    @classmethod
+    def load(cls, config: Config) -> Prediction:
+        """From training.json and walk.json."""
+        training = read_report(config.run.drafter / "training.json", "`make train`")
+        comparable = config.serve.topk == 1 and training.get("num_steps", config.serve.num_steps) == config.serve.num_steps
+        walks = read_report(config.run.drafter / WALK_FILE, "`make train`").get("walks", {}) if comparable else {}
+        return cls(training.get("predicted_accept_length"), comparable, walks)
+
+    def compare(self, answers: Sequence[Answer]) -> Same | None:
+        """Over the answers to held-out prompts (prompts_of) that training walked; None when there is none."""
+        walked, chosen = Walked(), []
+        for answer in answers:
+            sample, _, number = answer.prompt.id.rpartition(".")
+            if sample in self.walks:
+                walked.add(first_tokens(self.walks[sample][int(number)], answer.prompt.max_new_tokens))
+                chosen.append(answer)
+        served = accept_length(chosen)
+        return Same(walked.accept_length, served, len(chosen)) if walked.verifications and served is not None else None
