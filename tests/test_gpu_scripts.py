@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -109,6 +110,48 @@ def test_a_benchmark_that_does_not_end_is_ended_with_what_it_started(tmp_path: P
     assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
     report = f"import json, sys; json.dump({{'ratio': 0.9, 'plain_tok_s': [1, 3, 2], 'config': {{}}}}, open(sys.argv[2], 'w'))"
     assert module.bench(tmp_path, "good", [sys.executable, "-c", report], 60) == {"ratio": 0.9, "plain_tok_s": [1, 3, 2], "plain_tok_s_median": 2.0}
+
+
+def test_a_make_target_that_does_not_end_is_ended_whole(tmp_path: Path, gpu_parts: Any) -> None:
+    """make's own children go with it; what it left in a session of its own (a server) is ended by its record, not here."""
+    note, code = tmp_path / "child", "import time; print('so far', flush=True); time.sleep(600)"
+    shell = f"{sys.executable} -c \"{code}\" & echo $! > {note}; wait"
+    with pytest.raises(RuntimeError, match="exit code none after 3 s: so far"):
+        gpu_parts.call(tmp_path / "log", ["sh", "-c", shell], 3)
+    state = Path(f"/proc/{note.read_text().strip()}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+    with pytest.raises(RuntimeError, match="exit code 3: no"):
+        gpu_parts.call(tmp_path / "log", ["sh", "-c", "echo no; exit 3"], 30)
+    assert gpu_parts.call(tmp_path / "log", ["echo", "yes"], 30) == {"last": "yes"}
+
+
+def test_two_gpu_servers_start_together_and_wait_for_their_turn(tmp_path: Path, gpu_parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: all four start at once, nothing is asked before the file of --go is there, and one that never got ready harms the others' parts in nothing."""
+    module, events = load("two_capture"), []
+
+    class Slow(FakeServer):
+        def wait_ready(self, timeout: float) -> None:
+            super().wait_ready(timeout)
+            if self.name == "dp":
+                raise RuntimeError("not ready")
+
+        def alive(self) -> bool:
+            return self.name != "dp"
+
+    monkeypatch.setattr(module, "DEVICE", "cuda")
+    monkeypatch.setattr(module, "config_of", lambda work, model, kind: SimpleNamespace(kind=kind))
+    monkeypatch.setattr(module, "dump_dir", lambda config: tmp_path / "dumps" / config.kind)
+    monkeypatch.setattr(module.capture_bench, "start", lambda config, capture: Slow(config.kind, events, tmp_path / f"{config.kind}.server.log"))
+    targets = SimpleNamespace(work=tmp_path, folder=lambda name: tmp_path, reference=lambda name: [1], prompts=[], states={})
+    run = module.Run(gpu_parts.Parts(tmp_path / "r.json", 100.0), targets, tmp_path, tmp_path / "go")
+    for name in ("states", "cost", "proof", "writers", "each_once", "plain_cost"):
+        monkeypatch.setattr(run, name, lambda *kind, name=name: events.append(" ".join([name, *kind])) or {})
+    threading.Timer(0.5, lambda: events.append("go") or (tmp_path / "go").touch()).start()
+    run.all()
+    kinds = ("tp1", "tp2", "dp", "plain")
+    asked = ["states tp1", "states tp2", "proof", "writers", "cost", "plain_cost"]
+    assert events[:-4] == [*(f"start {kind}" for kind in kinds), *(f"ready {kind}" for kind in kinds), "go", *asked]
+    assert sorted(events[-4:]) == sorted(f"stop {kind}" for kind in kinds) and not run.servers and run.parts.results["go"]["done"] == "there"
 
 
 def test_the_scripts_name_their_parts() -> None:

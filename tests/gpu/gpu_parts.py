@@ -12,6 +12,8 @@ import traceback
 from pathlib import Path
 from typing import Any, Callable
 
+from aerie.servers import end_group
+
 
 class Parts:
     """Runs parts, keeps their results in `file` (rewritten after each), and knows how much of `seconds` is left."""
@@ -52,11 +54,22 @@ class Parts:
 
 
 def call(log: Path, command: list[str], seconds: float) -> dict[str, Any]:
-    """Run a command with its output in `log`; what it said last. Raises RuntimeError with the log's end when it fails, TimeoutExpired after `seconds`."""
+    """Run a command with its output in `log`; what it said last. Raises RuntimeError with the log's end when it fails or takes longer than `seconds`.
+
+    What it leaves running in sessions of their own (servers) stays when it ends by itself; else nothing of its process group goes on without it.
+    """
     with open(log, "wb") as file:
-        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=seconds, check=False).returncode
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            code: int | str = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = f"none after {seconds:.0f} s"
+        finally:
+            if process.poll() is None:
+                end_group(process.pid, 8.0)  # enough for a stream's two ends; `timeout -k 25` around a script allows no more
+            process.wait()
     text = log.read_text(errors="replace")
-    if code:
+    if code != 0:
         raise RuntimeError(f"exit code {code}: {text[-700:]}")
     return {"last": text.strip().splitlines()[-1][:150]}
 

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Capture over two GPUs (about four minutes): TP 2 against TP 1, its cost, and data-parallel attention. Writes OUT/two_capture.json, prints a JSON line a part.
+"""Capture over two GPUs (about six minutes): TP 2 against TP 1, its cost, and data-parallel attention. Writes OUT/two_capture.json, prints a JSON line a part.
 
 Run by hand on a machine with two GPUs whose Python has SGLang: tests/gpu/two_capture.py OUT [--no-patch]. Every part goes on when another fails. The target is
-capture_gpu.py's random DeepSeek-V3. Four servers: tp1 and tp2 start together, then dp (two ranks of data-parallel attention) and plain (tp2 with capture off).
-Rates are measured while no other server starts or works. Without a GPU: the same motions on a tiny model, one server at a time (its numbers then mean nothing).
+capture_gpu.py's random DeepSeek-V3. Four servers: tp1, tp2, dp (two ranks of data-parallel attention) and plain (tp2 with capture off). All start together, since a first prefill on
+a fresh machine compiles for two minutes; rates are measured once all are ready, and with --go FILE not before that file is there: another script may use the machine until then.
+Without a GPU: the same motions on a tiny model, one server at a time (its numbers then mean nothing).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +53,7 @@ def config_of(work: Path, model: Path, kind: str) -> Config:
     if DEVICE == "cpu" and "tp-size" in args:
         env["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1"
     server = {
-        "args": ARGS | args, "gpus": gpus if DEVICE == "cuda" else [], "ready_timeout_s": 200.0, "port": free_port(), "dump_dir": str(folder),
+        "args": ARGS | args, "gpus": gpus if DEVICE == "cuda" else [], "ready_timeout_s": 300.0, "port": free_port(), "dump_dir": str(folder),
         "cpu_args": {"mem-fraction-static": 0.7}, "env": env,
     }  # fmt: skip
     path = write_config(work / f"{run}.toml", model, LAYER_IDS[NAME], target={"dtype": "bfloat16"}, server=server, bench={"baseline_port": free_port()})
@@ -76,14 +78,14 @@ def between(found: list[dumps.Dump], wanted: list[dumps.Dump]) -> dict[str, floa
 class Run:
     """Servers by kind, what they gave, and the parts."""
 
-    def __init__(self, parts: Parts, targets: Targets, out: Path):
-        self.parts, self.targets, self.out = parts, targets, out
+    def __init__(self, parts: Parts, targets: Targets, out: Path, go: Path | None = None):
+        self.parts, self.targets, self.out, self.go = parts, targets, out, go
         self.configs: dict[str, Config] = {}
         self.servers: dict[str, Server] = {}
         self.alone: dict[str, list[dumps.Dump]] = {}
 
     def start(self, *kinds: str) -> None:
-        """Start servers, not waited for; without a GPU one at a time: then only when it is waited for."""
+        """Start servers, not waited for; without a GPU one at a time: then only when it is needed."""
         for kind in kinds:
             self.parts(f"{kind} start", lambda kind=kind: self._start(kind))
 
@@ -94,12 +96,25 @@ class Run:
                 self.servers[kind] = capture_bench.start(self.configs[kind], kind != "plain")
         return "started"
 
-    def ready(self, kind: str) -> bool:
+    def ready(self, *kinds: str) -> None:
+        """Wait for servers; one that is not ready in time is ended, and its parts then fail."""
+        for kind in kinds if DEVICE == "cuda" else ():
+            self.parts(f"{kind} ready", lambda kind=kind: self.servers[kind].wait_ready(300) or "yes")
+
+    def has(self, kind: str) -> bool:
+        """Whether this server can be asked. Without a GPU: the others end, and it starts now."""
         if DEVICE == "cpu":
             for other in list(self.servers):
                 self.stop(other)
             self.servers[kind] = capture_bench.start(self.configs[kind], kind != "plain")
-        return kind in self.servers and self.parts(f"{kind} ready", lambda: self.servers[kind].wait_ready(200) or "yes") is not None
+            return self.parts(f"{kind} ready", lambda: self.servers[kind].wait_ready(300) or "yes") is not None
+        return kind in self.servers and self.servers[kind].alive()
+
+    def wait_for_go(self) -> str:
+        """Until the file that --go named is there, or no part may begin any more."""
+        while not self.go.exists() and self.parts.elapsed < self.parts.seconds:
+            time.sleep(0.2)
+        return "there" if self.go.exists() else "the time is over"
 
     def stop(self, kind: str) -> None:
         server = self.servers.pop(kind, None)
@@ -111,28 +126,26 @@ class Run:
     def all(self) -> None:
         """Every part; whatever happens no server is left."""
         try:
-            self.start("tp1", "tp2")
+            self.start("tp1", "tp2", "dp", "plain")
             self.parts("reference", lambda: f"{len(self.targets.reference(NAME)[0])} prompts of transformers")
-            if self.ready("tp1"):
+            self.ready("tp1", "tp2", "dp", "plain")
+            if self.go is not None:
+                self.parts("go", self.wait_for_go)
+            if self.has("tp1"):
                 self.parts("tp1 states", lambda: self.states("tp1"))
-            if self.ready("tp2"):
-                self.parts("tp2 cost", self.cost)
-                self.start("dp", "plain")
+            if self.has("tp2"):
                 self.parts("tp2 states", lambda: self.states("tp2"))
                 self.parts("tp2 proof", self.proof)
                 self.parts("tp2 writers", self.writers)
-            else:
-                self.start("dp", "plain")
-            self.stop("tp1")
-            if self.ready("dp"):
+                self.parts("tp2 cost", self.cost)
+            if self.has("dp"):
                 self.parts("dp states", lambda: self.states("dp"))
                 self.parts("dp each once", self.each_once)
-            self.stop("dp")
-            if self.ready("plain"):
+            if self.has("plain"):
                 self.parts("plain cost", self.plain_cost)
         finally:
-            for kind in list(self.servers):
-                self.stop(kind)
+            with ThreadPoolExecutor(len(KINDS)) as pool:  # side by side: SGLang takes five seconds to end
+                list(pool.map(self.stop, list(self.servers)))
 
     def states(self, kind: str) -> dict[str, Any]:
         """Each prompt alone and all together: hidden size, states against transformers, against TP 1."""
@@ -209,8 +222,9 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--work", type=Path, default=Path("/tmp/two_capture"), help="model, runs, configs")
     parser.add_argument("--prepare", action="store_true", help="only make the model")
+    parser.add_argument("--go", type=Path, help="ask nothing of the servers, once they are ready, before this file is there")
     parser.add_argument("--no-patch", action="store_true", help="leave the installed SGLang as it is")
-    parser.add_argument("--seconds", type=float, default=230.0, help="no part begins after that (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=350.0, help="no part begins after that (default: %(default)s)")
     args = parser.parse_args()
     begin(args.out, args.work / "runs")
     targets = Targets(args.work, None)
@@ -226,7 +240,7 @@ def main() -> None:
         parts("patch", lambda: subprocess.run(patch, env=os.environ | {"PY": sys.executable}, check=True, capture_output=True, text=True).stdout.strip())
     try:
         parts("model", lambda: str(targets.folder(NAME)))
-        Run(parts, targets, args.out).all()
+        Run(parts, targets, args.out, args.go).all()
     finally:
         parts.summary((
             "ratio", "plain_tok_s", "capture_tok_s", "right", "within_rounding", "full_hidden_size", "writers", "silent_ranks", "final_share", "final_equal", "final_near_ties",

@@ -73,7 +73,7 @@ def check_ops(facts: Facts) -> Iterator[Result]:
     else:
         yield Result(False if facts.gpus else None, "nvcc", "not found", "needed by `make cuda` alone; install the CUDA toolkit 12.8 or later, and put its bin/ on PATH")
     if library.is_file():
-        newest = max((path.stat().st_mtime for path in (ROOT / "cuda").glob("*.cu*")), default=0)
+        newest = max((path.stat().st_mtime for path in (ROOT / "cuda" / "src").iterdir()), default=0)
         fresh = library.stat().st_mtime >= newest
         yield Result(fresh, "drafter ops", f"{library.relative_to(ROOT)}{'' if fresh else ' is older than its sources'}", "run `make cuda`")
     else:
