@@ -6,8 +6,10 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from aerie.doctor import python_side
 from aerie.paths import ROOT
 from safetensors.torch import save_file
 
@@ -250,3 +252,19 @@ def test_make_doctor_falls_back_to_another_python(tmp_path):
     done = subprocess.run(["make", "-s", "-C", str(ROOT), "doctor", f"VENV={tmp_path}/none", "PYTHON=/no/python"], capture_output=True, text=True, check=False,
                           env={key: value for key, value in os.environ.items() if key not in ("PY", "MAKEFLAGS", "MAKELEVEL")})  # fmt: skip
     assert "Machine" in done.stdout and "make setup" in done.stdout, done.stdout + done.stderr
+
+
+def test_ops_that_are_older_than_their_sources(tmp_path, monkeypatch):
+    monkeypatch.setattr(python_side, "ROOT", tmp_path)
+    source, library = tmp_path / "cuda" / "src" / "fp8.cu", tmp_path / "cuda" / "build" / "libaerie_drafter.so"
+    for path, changed in ((source, 2000), (library, 1000)):
+        path.parent.mkdir(parents=True)
+        path.touch()
+        os.utime(path, (changed, changed))
+
+    def found():
+        return next(result for result in python_side.check_ops(SimpleNamespace(gpus=[])) if result.name == "drafter ops")
+
+    assert found().ok is False and "older than its sources" in found().detail
+    os.utime(library, (3000, 3000))
+    assert found().ok

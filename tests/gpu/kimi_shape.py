@@ -73,7 +73,7 @@ def main() -> None:
     model = (memory if shutil.disk_usage(memory).free > 40e9 else work) / run
     path = write_config(
         work / f"{run}.toml", model, [2, 4, 6] if GPU else [2, 3, 5], target={"dtype": "bfloat16" if GPU else "float32"},
-        server={"args": ARGS if GPU else {}, "ready_timeout_s": 240.0},
+        server={"args": ARGS if GPU else {}, "ready_timeout_s": 300.0},
         data={"inputs": ["configs/demo_prompts.jsonl"], "max_new_tokens": NEW_TOKENS, "heldout": HELDOUT, "limit": CHATS, "max_tokens": 1024, "concurrency": 32 if GPU else 8},
         extract={"proof_samples": 8},
         draft={"vocab_size": 32000 if GPU else 256, "intermediate_size": 12288 if GPU else 128, "num_attention_heads": 64 if GPU else 4,
@@ -85,23 +85,29 @@ def main() -> None:
     config = load_config(str(path), run)
     parts = Parts(out / "kimi_shape.json", args.seconds, gpu=GPU, cores=os.cpu_count(), architecture=WIDE if GPU else CONFIGS["deepseek_v3"])
 
-    def numbers(folder: str, *keys: str) -> dict[str, Any]:
-        report = json.loads((config.run.root / folder / "report.json").read_text())
-        return {key: report[key] for key in keys if key in report}
+    def step(target: str, seconds: float, folder: str, *keys: str) -> dict[str, Any]:
+        """`make TARGET` and numbers of its report, which may be there although it failed: the benchmark writes it before it refuses a text."""
+        try:
+            said = make(out, target, path, run, seconds)
+        except RuntimeError as exc:
+            said = {"failed": str(exc)}
+        file = config.run.root / folder / "report.json"
+        report = json.loads(file.read_text()) if file.is_file() else {}
+        return said | {key: report[key] for key in keys if key in report}
 
     plain = None
     try:
         parts("target", lambda: make_target(model, args.tokenizer))
-        parts("data", lambda: make(out, "data", path, run, 240) | numbers("data", "answer_tok_s", "splits"))
-        parts("extract", lambda: make(out, "extract", path, run, 120) | numbers("store", "extract_tok_s", "accounting", "bytes"))
-        parts("train", lambda: make(out, "train", path, run, 200) | numbers("drafter", "train_tok_s", "drafter_parameters", "peak_gpu_bytes", "predicted_accept_length", "tokens"))
+        parts("data", lambda: step("data", 300, "data", "answer_tok_s", "splits"))
+        parts("extract", lambda: step("extract", 120, "store", "extract_tok_s", "accounting", "bytes"))
+        parts("train", lambda: step("train", 200, "drafter", "train_tok_s", "drafter_parameters", "peak_gpu_bytes", "predicted_accept_length", "tokens"))
         parts("check", lambda: make(out, "check", path, run, 60))
         with open(out / "baseline.log", "wb") as file:
             command = [str(ROOT / "scripts" / "04_serve.sh"), str(path), "--run", run, "--without-drafter", "--background"]
             plain = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | {"PY": sys.executable})
         parts("serve", lambda: make(out, "serve", path, run, 240))
         parts("baseline", lambda: f"exit code {plain.wait(240)}")
-        parts("bench", lambda: make(out, "bench", path, run, 200) | numbers("bench", "accept_length", "predicted_accept_length", "sets"))
+        parts("bench", lambda: step("bench", 200, "bench", "accept_length", "predicted_accept_length", "sets"))
     finally:
         if plain is not None and plain.poll() is None:
             plain.kill()
