@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from aerie.paths import ROOT
+from aerie.target import problem_with
 
 
 def load(name: str) -> Any:
@@ -152,6 +153,11 @@ def test_two_gpu_servers_start_together_and_wait_for_their_turn(tmp_path: Path, 
     asked = ["states tp1", "states tp2", "proof", "writers", "cost", "plain_cost"]
     assert events[:-4] == [*(f"start {kind}" for kind in kinds), *(f"ready {kind}" for kind in kinds), "go", *asked]
     assert sorted(events[-4:]) == sorted(f"stop {kind}" for kind in kinds) and not run.servers and run.parts.results["go"]["done"] == "there"
+
+
+def test_the_model_of_dummy_weights_passes_the_look_before_a_start(tmp_path: Path) -> None:
+    """Stand-in servers on a CPU never look; on a GPU a folder without weights ended all of two_extract.py."""
+    assert problem_with(load("two_extract").make_model(tmp_path / "model")) == ""
 
 
 def test_the_scripts_name_their_parts() -> None:

@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests"), str(ROOT / "tests" / "gpu")]
 
 import numpy as np  # noqa: E402
+import torch  # noqa: E402
 from aerie.config import Config, load_config  # noqa: E402
 from aerie.dumps import capture_info  # noqa: E402
 from aerie.extract_plan import order  # noqa: E402
@@ -36,6 +37,7 @@ from aerie.tiny import CONFIGS, tiny_tokenizer  # noqa: E402
 from bench_extract import Prompts, ask_identity, extract_once, make_prompts, plain_seconds  # noqa: E402
 from cpu_tools import free_port, write_config  # noqa: E402
 from gpu_parts import Parts, begin  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
 
 GPU = has_gpu()
 LLAMA = CONFIGS["llama"] | {
@@ -53,8 +55,9 @@ STAND_IN_TOK_S = 5000
 
 
 def make_model(folder: Path) -> Path:
-    """config.json and a tokenizer: load-format dummy makes the weights."""
+    """config.json, a tokenizer, and a file of weights for the look at the folder before a server starts: load-format dummy reads none, SGLang makes its own."""
     folder.mkdir(parents=True, exist_ok=True)
+    save_file({"unused": torch.zeros(1)}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(LLAMA if GPU else CONFIGS["llama"]))
     tiny_tokenizer().save_pretrained(folder)
     return folder
