@@ -52,7 +52,7 @@ def box(tmp_path):
         each = f"    FB Memory Usage\n        Total                  : 97887 MiB\n    BAR1 Memory Usage\n        Total                  : {bar1} MiB\n"
         (folder / "memory.txt").write_text(each * gpu["count"])
         (folder / "topo.txt").write_text(matrix(gpu["count"], link))
-        (folder / "p2p.txt").write_text(matrix(gpu["count"], p2p))
+        (folder / "p2p.txt").write_text("".join(f" {line}\n" for line in matrix(gpu["count"], p2p).splitlines()))  # indented, unlike the other matrix
         program(folder, "dmesg", f"#!/bin/sh\ncat <<'EOF'\n{dmesg}\nEOF\n")
         program(folder, "nvcc", f"#!/bin/sh\necho 'Cuda compilation tools, release {nvcc}, V{nvcc}.1'\n")
         return f"{folder}:/usr/bin:/bin"

@@ -66,18 +66,22 @@ def check_enough_gpus(facts: Facts) -> Iterator[Result]:
                      "set them to GPUs that nvidia-smi lists")  # fmt: skip
 
 
+def matrix(*words: str) -> list[list[str]]:
+    """A matrix of `nvidia-smi topo`: each GPU's row without its name. Some of them are indented."""
+    rows = [line.split() for line in run(["nvidia-smi", "topo", *words])[1].splitlines()]
+    return [row[1:] for row in rows if len(row) > 1 and re.fullmatch(r"GPU\d+", row[0]) and not row[1].startswith("GPU")]
+
+
 def check_links(facts: Facts) -> Iterator[Result]:
     if len(facts.gpus) < 2:
         return
-    topology = run(["nvidia-smi", "topo", "-m"])[1]
-    rows = [line.split() for line in topology.splitlines() if re.match(r"GPU\d+\s", line)]
-    links = {row[1 + column] for place, row in enumerate(rows) for column in range(min(len(rows), len(row) - 1)) if column != place}
+    rows = matrix("-m")
+    links = {row[column] for place, row in enumerate(rows) for column in range(min(len(rows), len(row))) if column != place}
     if any(link.startswith("NV") for link in links):
         yield Result(True, "links between GPUs", f"NVLink ({', '.join(sorted(links))})")
     elif links:
         yield Result(None, "links between GPUs", f"PCIe, no NVLink ({', '.join(sorted(links))})", "every layer's all-reduce goes over PCIe: disable-custom-all-reduce = true, NCCL_P2P_LEVEL=SYS")
-    peers = run(["nvidia-smi", "topo", "-p2p", "r"])[1]
-    table = [line.split()[1:] for line in peers.splitlines() if re.match(r"GPU\d+\s", line)]
+    table = matrix("-p2p", "r")
     states = {word for row in table for word in row[: len(table)]} - {"X"}
     if states:
         good = states == {"OK"}
