@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,13 @@ from safetensors.torch import load_file, save_file
 # Ids whose capture points are 2, 3 and 5 of the six layers. deepseek_v2 captures at the id (unless the first is 1), llama and qwen at id + 1.
 AUX_LAYER_IDS = {"llama": [1, 2, 4], "qwen3": [1, 2, 4], "qwen3_moe": [1, 2, 4], "deepseek_v3": [2, 3, 5], "kimi_k25": [2, 3, 5]}
 CAPTURE_POINTS = [2, 3, 5]
+
+
+def gpu_benchmark_table(out: Path) -> str:
+    """What scripts/gpu_benchmark.sh prints last, of the reports in `out`."""
+    script = (Path(__file__).resolve().parents[1] / "scripts" / "gpu_benchmark.sh").read_text(encoding="utf-8")
+    code = script.split("<<'TABLE'\n", 1)[1].split("\nTABLE\n", 1)[0]
+    return subprocess.run([sys.executable, "-c", code, str(out)], capture_output=True, text=True, check=True, timeout=60).stdout
 
 
 def free_port() -> int:

@@ -16,7 +16,7 @@ from aerie.config import Config, load_config
 from aerie.rid import sample_id
 from aerie.samples import Sample, write_samples
 from aerie.servers import Server
-from cpu_tools import write_config
+from cpu_tools import gpu_benchmark_table, write_config
 from serve_fake import FakeServer, continuation
 from serve_folders import LLAMA_TARGET, llama_drafter, write_drafter, write_target
 
@@ -106,6 +106,9 @@ def test_both_servers_are_started_and_ended(config: Config, farm: Farm, bench: C
     assert [level["concurrency"] for level in report["levels"]] == [1, 2] and report["ops_in_use"] == sorted(ALL) and report["ratio"] == report["levels"][0]["ratio"]
     for level in report["levels"]:
         assert level["requests"] == 6 and len(level["on_rounds"]) == len(level["off_rounds"]) == 2 and level["lossless"]["equal"] == 6 and level["lossless"]["control"]["compared"] == 6
+    (config.run.root / "bench_drafter_ops.json").rename(config.run.root / "drafter_ops.json")
+    table = gpu_benchmark_table(config.run.root).splitlines()
+    assert table[0] == f"drafter ops, called: {', '.join(sorted(ALL))}" and len(table) == 3 and all("different texts 0" in line for line in table[1:])
     said = capsys.readouterr().out
     assert "kernels called: aerie_build_tree, aerie_draft_topk, aerie_verify_tree_greedy" in said and said.count("6 compared, 6 equal") == 2
 

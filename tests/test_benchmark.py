@@ -19,7 +19,7 @@ from aerie.report import write_json
 from aerie.rid import sample_id
 from aerie.samples import Sample, SampleFile, write_samples
 from aerie.walk import answer_runs
-from cpu_tools import write_config
+from cpu_tools import gpu_benchmark_table, write_config
 from serve_fake import FakeServer, accepted_counts, continuation
 from serve_folders import LLAMA_TARGET, llama_drafter, write_drafter, write_target
 
@@ -122,6 +122,15 @@ def test_predicted_and_served_are_of_the_same_prompts(config: Config, fakes: Cal
     assert run_benchmark(monkeypatch, config, "--set", "bench.max_new_tokens=8") == 0
     same = json.loads((config.run.bench / "report.json").read_text())["same_prompts"]
     assert same["predicted"] == pytest.approx((5 + 6 + 7 + 7) / (3 + 3 + 4 + 4))
+
+
+def test_the_table_of_the_gpu_benchmark(config: Config, fakes: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    fakes(changes_text=True)
+    assert run_benchmark(monkeypatch, config) == 1
+    (config.run.bench / "report.json").rename(config.run.bench / "gpu-bench.json")
+    first, texts, *levels = gpu_benchmark_table(config.run.bench).splitlines()
+    assert first.startswith("gpu-bench steps 3 topk 1: accept length ") and "predicted 2.5" in first
+    assert "'unexplained': 10" in texts and texts.endswith("different 10") and len(levels) == 2 and all("tok/s" in line for line in levels)
 
 
 def test_a_changed_text_fails_and_a_near_tie_is_counted(config: Config, fakes: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
