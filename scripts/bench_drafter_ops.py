@@ -2,7 +2,7 @@
 """What serve.drafter_ops is worth: output tokens a second of the served drafter with Aerie's ops over those with SGLang's own (`ratio`), and equal texts. GPU.
 
 Two servers of the same run's drafter share the card and answer the same prompts in turn, once each before the measured rounds. The run's own server is used where it
-runs (without the ops) and goes on afterwards; the one with the ops is started here, on the next free port, under the run's name with -ops behind it, and ends with the benchmark.
+runs (without the ops) and goes on afterwards. The one with the ops is started here, on the next free port, as run NAME-ops, and ends with the benchmark.
 """
 
 import argparse

@@ -48,7 +48,7 @@ fi
 [ -f "$runs/$run/drafter/config.json" ] || { echo "error: $runs/$run/drafter holds no drafter; run STAGE=train first" >&2; exit 2; }
 # What an earlier call left running or half-started, when it was cut off, is ended first; its reports go too, so that the table shows none of them.
 rm -rf "$runs/$tree/baseline.json" "$runs/$run/bench" "$runs/$tree/bench" "$out/$run.json" "$out/$tree.json" "$out/drafter_ops.json"
-scripts/04_serve.sh $config "${chain[@]}" --stop & scripts/04_serve.sh $config "${branch[@]}" --stop & wait
+for each in "--run $run" "--run $tree" "--run $run-ops"; do scripts/04_serve.sh $config "${narrow[@]}" $each --stop & done; wait
 cuda_build() { make -s -j8 -C cuda ARCHS="$("$PY" -c 'import torch; print("%d%d" % torch.cuda.get_device_capability())')"; }
 building=
 if [ "${OPS:-0}" = 1 ]; then cuda_build > "$out/cuda.log" 2>&1 & building=$!; fi
@@ -65,9 +65,10 @@ read -ra sets <<< "${PROMPTS:-heldout builtin}"
 step bench "$PY" scripts/05_benchmark.py --config $config "${chain[@]}" --prompts "${sets[@]}"
 step bench-tree "$PY" scripts/05_benchmark.py --config $config "${branch[@]}" --set 'bench.concurrency=[1,32]' --prompts heldout
 rm -f "$runs/$tree/baseline.json"
-scripts/04_serve.sh $config "${branch[@]}" --stop & scripts/04_serve.sh $config "${chain[@]}" --without-drafter --stop & wait
-# The chain's server is the one without the ops.
+scripts/04_serve.sh $config "${branch[@]}" --stop & scripts/04_serve.sh $config "${chain[@]}" --without-drafter --stop &
+# The chain's server is the one without the ops; while the one with them starts, the others end.
 [ -z "$building" ] || step bench-ops "$PY" scripts/bench_drafter_ops.py --config $config "${chain[@]}" --prompts heldout --report "$out/drafter_ops.json"
+wait
 scripts/04_serve.sh $config "${chain[@]}" --stop
 
 for each in $run $tree; do

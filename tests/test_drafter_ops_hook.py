@@ -60,13 +60,16 @@ for topk, nodes in ((1, 4), (4, 16)):
         parents.append(torch.arange(-1, topk).expand(2, -1) if step == 0 else torch.randint(0, width, (2, topk)))
     parent_list, chosen, drafted = eagle_utils.organize_draft_results(score, token, parents, nodes)
     for dtype in (torch.bool, torch.uint8):  # the buffer of SGLang's Triton attention is uint8
-        buffer = maybe_create_verify_mask(is_draft_runner=False, skip_prefill=False, max_bs=4, max_context_len=64, num_draft_tokens=nodes, device="cpu", is_read=True, dtype=dtype)
+        sizes = {"max_bs": 4, "max_context_len": 64, "num_draft_tokens": nodes}
+        buffer = maybe_create_verify_mask(is_draft_runner=False, skip_prefill=False, device="cpu", is_read=True, dtype=dtype, **sizes)
         full = eagle_utils.TreeMaskMode.FULL_MASK
         for mask in (None, buffer.buffer):
-            built = eagle_utils.build_tree_kernel_efficient(torch.tensor([5, 6], dtype=torch.int32), parent_list, chosen, drafted, lengths, 10, topk, steps, nodes, full, mask)
+            last = torch.tensor([5, 6], dtype=torch.int32)
+            built = eagle_utils.build_tree_kernel_efficient(last, parent_list, chosen, drafted, lengths, 10, topk, steps, nodes, full, mask)
     _, _, index, child, sibling, drafted = built
     eagle_utils.verify_tree_greedy_func(
-        predicts=torch.zeros(2 * nodes, dtype=torch.int32), accept_index=torch.full((2, steps + 1), -1, dtype=torch.int32), accept_token_num=torch.empty(2, dtype=torch.int32),
+        predicts=torch.zeros(2 * nodes, dtype=torch.int32), accept_index=torch.full((2, steps + 1), -1, dtype=torch.int32),
+        accept_token_num=torch.empty(2, dtype=torch.int32),
         candidates=drafted.reshape(2, nodes), retrieve_index=index, retrieve_next_token=child, retrieve_next_sibling=sibling,
         target_predict=torch.argmax(torch.rand(2 * nodes, 9), dim=-1).reshape(2, nodes), topk=topk,
     )
@@ -227,13 +230,24 @@ def test_replacements_cuda():
     parents, chosen = torch.tensor([[-1, 0, 1, 2, 3]] * 2, device="cuda"), torch.tensor([[0, 1, 2, 3, 6], [0, 1, 2, 4, 7]], device="cuda")
     lengths = torch.tensor([7, 3], device="cuda")
     want_tree = reference_tree.build_tree(parents.cpu(), chosen.cpu(), lengths.cpu(), 2, 3)
-    mask, positions = torch.ones(want_tree.mask.numel(), dtype=torch.bool, device="cuda"), torch.empty(12, dtype=torch.int64, device="cuda")
-    links = torch.full((3, 2, 6), -1, dtype=torch.int64, device="cuda")
-    hook.make_build_tree(refuse)(parents, chosen, lengths, mask, positions, *links, 2, 3, 6, 0)
-    for got, expected in zip((mask, positions, *links), want_tree, strict=True):
-        assert torch.equal(got.cpu(), expected)
+    for cells in (torch.bool, torch.uint8):
+        mask, places = torch.ones(want_tree.mask.numel(), dtype=cells, device="cuda"), torch.empty(12, dtype=torch.int64, device="cuda")
+        links = torch.full((3, 2, 6), -1, dtype=torch.int64, device="cuda")
+        hook.make_build_tree(refuse)(parents, chosen, lengths, mask, places, *links, 2, 3, 6, 0)
+        assert mask.to(torch.uint8).max().item() == 1
+        for got, expected in zip((mask.bool(), places, *links), want_tree, strict=True):
+            assert torch.equal(got.cpu(), expected)
     candidates, target = (torch.randint(0, 2, (2, 6), device="cuda") for _ in range(2))
     outputs = torch.zeros(12, dtype=torch.int32, device="cuda"), torch.full((2, 4), -1, dtype=torch.int32, device="cuda"), torch.empty(2, dtype=torch.int32, device="cuda")
     got = hook.make_verify(refuse)(*outputs, candidates, *links, target)
     for value, expected in zip(got, reference_tree.verify_tree_greedy(candidates.cpu(), *want_tree[2:], target.cpu(), 4), strict=True):
         assert torch.equal(value.cpu(), expected)
+    # what SGLang captures: both top-k paths, and they follow the captured logits
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _, best = hook.make_topk1(refuse)(logits, positions, None, 0)
+        _, ranked = hook.make_fast_topk(refuse)(hook.make_renorm(refuse)(logits, None, False), 4, -1)
+    logits.copy_(torch.randn_like(logits) * 3)
+    before = positions.clone()
+    graph.replay()
+    assert torch.equal(best.squeeze(1), logits.argmax(1)) and torch.equal(ranked, torch.topk(logits, 4).indices) and torch.equal(positions, before + 1)

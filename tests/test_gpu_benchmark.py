@@ -52,14 +52,17 @@ def measure(tmp_path: Path):
 def test_measuring_alone_calls_every_part(measure, tmp_path: Path) -> None:
     done, calls = measure(OPS="1", PROMPTS="heldout")
     assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(call.split(" --run ")[1] for call in calls[:3]) == ["gpu-bench --stop", "gpu-bench-ops --stop", "gpu-bench-tree --stop"]
+    calls = calls[3:]
     kinds = ["start" if "--background" in call else "stop" if "--stop" in call else call.split()[0] for call in calls]
-    assert kinds[:2] == ["stop", "stop"] and sorted(kinds[2:6]) == ["make", "start", "start", "start"]
-    assert kinds[6:] == ["05_benchmark.py", "05_benchmark.py", "stop", "stop", "bench_drafter_ops.py", "stop"]
-    plain, drafted = (call for call in calls[8:10] if "--without-drafter" in call), [call for call in calls[8:10] if "--run gpu-bench-tree" in call]
-    assert len(list(plain)) == len(drafted) == 1  # the chain's server goes on: bench_drafter_ops.py uses it
-    assert "--run gpu-bench " in calls[10] and "--without-drafter" not in calls[11]
+    assert sorted(kinds[:4]) == ["make", "start", "start", "start"] and kinds[4:6] == ["05_benchmark.py", "05_benchmark.py"]
+    # the chain's server goes on, bench_drafter_ops.py uses it; the other two end while it starts its own
+    assert sorted(kinds[6:9]) == ["bench_drafter_ops.py", "stop", "stop"] and kinds[9:] == ["stop"]
+    ended = [call for call in calls[6:9] if "--stop" in call]
+    assert sorted(("--without-drafter" in call, "--run gpu-bench-tree" in call) for call in ended) == [(False, True), (True, False)]
+    assert "--run gpu-bench --stop" in calls[9] and all("--run gpu-bench " in call for call in calls[6:9] if call.startswith("bench_drafter_ops.py"))
     assert not (tmp_path / "runs" / "gpu-bench-tree" / "baseline.json").exists()
-    assert all("--prompts heldout" in call and "builtin" not in call for call in calls[6:8])
+    assert all("--prompts heldout" in call and "builtin" not in call for call in calls[4:6])
 
 
 def test_a_part_that_fails_is_named_and_the_rest_goes_on(measure) -> None:
@@ -70,7 +73,7 @@ def test_a_part_that_fails_is_named_and_the_rest_goes_on(measure) -> None:
 def test_without_ops_nothing_is_built(measure) -> None:
     done, calls = measure()
     assert done.returncode == 0 and not any(call.startswith(("make", "bench_drafter_ops.py")) for call in calls)
-    assert "--prompts heldout builtin" in calls[5]
+    assert "--prompts heldout builtin" in calls[6]
 
 
 def test_reports_of_an_earlier_call_are_not_shown(measure, tmp_path: Path) -> None:
