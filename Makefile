@@ -50,8 +50,8 @@ server: target ## start the extraction server in the background, if it does not 
 data: server ## chats -> token ids + loss mask (the answers written by the target itself)
 	@"$(PY)" scripts/02a_prepare_data.py $(ARGS)
 
-extract: server ## the patched server writes hidden states; the script collects them
-	@"$(PY)" scripts/02b_extract_hidden_states_sglang.py $(ARGS)
+extract: target ## the patched server writes hidden states; the script collects them
+	@"$(PY)" scripts/02b_extract_hidden_states_sglang.py $(ARGS) --start-server
 
 train: $(READY) ## EAGLE-3 with training-time test, on the collected states
 	@"$(PY)" scripts/03_train.py $(ARGS)

@@ -21,6 +21,7 @@ from aerie.extract_plan import Job, Plan, choose, lengths_line, make_plan, state
 from aerie.extraction import Extraction, Outcome
 from aerie.generate_client import Client, RequestTimeout, ServerGone, error_text
 from aerie.identity import model_hash, read_model_config, text_config, tokenizer_hash
+from aerie.pipeline import call, script_command
 from aerie.prove import prove_aux
 from aerie.report import read_report, write_report
 from aerie.rid import new_rid
@@ -38,6 +39,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only-failed", action="store_true", help="ask only for samples listed in failed.jsonl")
     parser.add_argument("--prove-aux", type=int, default=0, metavar="N",
                         help="compare N prompts' auxiliary states with SGLang's own answer (a second server, after the first), and stop")
+    parser.add_argument("--start-server", action="store_true", help="start the run's extraction server where one is needed and none runs (as make extract does)")
     parser.add_argument("--dry-run", action="store_true", help="print samples, tokens, bytes and hours, and stop; needs no server")
     parser.add_argument("--rate", type=float, default=0.0, metavar="TOK_S", help="tokens a second, for the hours of --dry-run")
     return parser.parse_args()
@@ -82,8 +84,10 @@ def write_failed(config: Config, failed: dict[str, dict[str, Any]]) -> None:
     os.replace(temporary, path)
 
 
-def ready_urls(config: Config) -> list[str]:
-    """The servers to ask. Raises UserError when none of them answers; waits for our own while it starts."""
+def ready_urls(config: Config, args: argparse.Namespace) -> list[str]:
+    """The servers to ask; with --start-server our own is started. Raises UserError when none of them answers; waits for our own while it starts."""
+    if args.start_server and not config.server.urls:
+        call(script_command(config, args.overrides, "01_launch_server.sh", ("--background",)), "the extraction server")
     urls = [url.rstrip("/") for url in config.server.urls] or [url_of(config, "extraction")]
     if not config.server.urls and (server := Server.find(config, "extraction")):
         server.wait_ready()
@@ -195,7 +199,7 @@ def main() -> int:
     if not states or choose(plan, read_done(config.run.store), *options)[0]:
         if not plan.jobs:
             raise UserError(f"{plan.files[False].path} holds no sample with a supervised prediction ({dict(plan.skipped)}); nothing to extract")
-        urls, folder = ready_urls(config), dump_dir(config)
+        urls, folder = ready_urls(config, args), dump_dir(config)
         states = probe(config, plan, min(plan.jobs, key=lambda job: job.tokens), urls, folder)
     fields = {"model_path": config.model_path, **identity, **states, "planned": len(plan.jobs)}
     writer = StoreWriter(config.run.store, fields, shard_bytes, config.extract.shard_s)
@@ -204,7 +208,7 @@ def main() -> int:
     todo, left_out = choose(plan, writer.done, *options)
     try:
         if todo and not urls:
-            urls, folder = ready_urls(config), dump_dir(config)
+            urls, folder = ready_urls(config, args), dump_dir(config)
         if todo:
             dump_identity = {key: writer.manifest[key] for key in ("aux_layer_ids", "capture_points", "hidden_size", "dtype", "logits")}
             print(

@@ -47,9 +47,9 @@ def call(command, env, cwd, code=0):
     return done.stdout + done.stderr
 
 
-def make(way, *targets):
+def make(way, *words, code=0):
     config, env, _ = way
-    return call(["make", "-C", str(ROOT), *targets, f"CONFIG={config.path}", f"PY={sys.executable}"], env, "/")
+    return call(["make", "-C", str(ROOT), *words, f"CONFIG={config.path}", f"PY={sys.executable}"], env, "/", code)
 
 
 def by_hand(way, script, *flags, code=0):
@@ -85,7 +85,9 @@ def test_train(way):
     assert any(config.run.checkpoints.glob("*"))
     by_hand(way, "03_train.py")
     assert Server.find(config, "extraction") is None  # the trainer ended it: it held the memory
-    assert report(way, "store")["accounting"] in by_hand(way, "02b_extract_hidden_states_sglang.py")  # nothing left to ask for: no server needed
+    assert report(way, "store")["accounting"] in make(way, "extract")  # nothing left to ask for
+    assert "all_final_rows" in make(way, "extract", "SET=extract.all_final_rows=true", code=2)  # another store
+    assert Server.find(config, "extraction") is None  # none was started for either
     make(way, "train")
     done = report(way, "drafter")
     assert done["predicted_accept_length"] >= 1.0 and done["train_tok_s"] > 0

@@ -38,7 +38,7 @@ class Step:
 
 DATA = Step("data", "02a_prepare_data.py", ("target", "data", "draft"), "data/report.json", needs="extraction")
 APART = (
-    Step("extract", "02b_extract_hidden_states_sglang.py", ("target", "extract"), "store/report.json", needs="extraction"),
+    Step("extract", "02b_extract_hidden_states_sglang.py", ("target", "extract"), "store/report.json", needs="extraction", flags=("--start-server",)),
     Step("train", "03_train.py", ("target", "draft", "train"), "drafter/report.json"),
 )
 STREAM = Step("stream", "run_stream.py", ("target", "extract", "draft", "train"), "drafter/report.json", needs="extraction")  # extract and train at once
@@ -117,7 +117,8 @@ class Pipeline:
             start = time.monotonic()
             if step.needs and not (step.name in ("extract", "stream") and self.config.server.urls):
                 make_room(self.config, ["serving", "baseline"])  # of an earlier call
-                call(script_command(self.config, self.overrides, "01_launch_server.sh", ("--background",)), "the extraction server")
+                if "--start-server" not in step.flags:
+                    call(script_command(self.config, self.overrides, "01_launch_server.sh", ("--background",)), "the extraction server")
             call(script_command(self.config, self.overrides, step.script, step.flags), f"step {step.name}")
             seconds[step.name] = time.monotonic() - start
             if step.report:
