@@ -15,6 +15,7 @@ from aerie.config import Config, load_config
 from aerie.errors import UserError
 from aerie.generate import Answer, Prompt, accept_length, accept_length_mean, next_token_distance, prompts_of
 from aerie.lossless import CONTROL_QUESTIONS, Control, compare, first_difference, run_control
+from aerie.predicted import Prediction, read_walks
 from aerie.report import write_json
 from aerie.rid import sample_id
 from aerie.samples import Sample, SampleFile, write_samples
@@ -131,6 +132,14 @@ def test_the_table_of_the_gpu_benchmark(config: Config, fakes: Callable, monkeyp
     first, texts, *levels = gpu_benchmark_table(config.run.bench).splitlines()
     assert first.startswith("gpu-bench steps 3 topk 1: accept length ") and "predicted 2.5" in first
     assert "'unexplained': 10" in texts and texts.endswith("different 10") and len(levels) == 2 and all("tok/s" in line for line in levels)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"walks": 3}', '{"walks": {"0123456789abcdef": 3}}', '{"walks": {"0123456789abcdef": ["2 x"]}}'])
+def test_a_walk_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "walk.json").write_text(text)
+    assert read_walks(tmp_path / "walk.json") == {} == read_walks(tmp_path / "missing.json")
+    answer = Answer(Prompt("warm-up", [1], 8), list(range(8)), 7, [7], 1.0)
+    assert Prediction(2.0, True, {}).compare([answer]) is None and Prediction(2.0, True, {"a": ["7"]}).compare([answer]) is None
 
 
 def test_a_changed_text_fails_and_a_near_tie_is_counted(config: Config, fakes: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, Sequence
 
 from .config import Config
+from .errors import UserError
 from .generate import Answer, accept_length
 from .report import read_report
 from .walk import WALK_FILE, Walked, first_tokens
@@ -17,6 +19,15 @@ class Same(NamedTuple):
     predicted: float
     served: float
     prompts: int
+
+
+def read_walks(path: Path) -> dict[str, list[str]]:
+    """walk.json; {} where it is missing or not as training writes it: then there is one number to compare with, over all of training's samples."""
+    try:
+        walks = read_report(path)["walks"]
+        return walks if all(number.isdigit() for answers in walks.values() for answer in answers for number in answer.split()) else {}
+    except (UserError, KeyError, AttributeError, TypeError):
+        return {}
 
 
 @dataclass(frozen=True)
@@ -32,15 +43,14 @@ class Prediction:
         """From training.json and walk.json."""
         training = read_report(config.run.drafter / "training.json", "`make train`")
         comparable = config.serve.topk == 1 and training.get("num_steps", config.serve.num_steps) == config.serve.num_steps
-        walks = read_report(config.run.drafter / WALK_FILE, "`make train`").get("walks", {}) if comparable else {}
-        return cls(training.get("predicted_accept_length"), comparable, walks)
+        return cls(training.get("predicted_accept_length"), comparable, read_walks(config.run.drafter / WALK_FILE) if comparable else {})
 
     def compare(self, answers: Sequence[Answer]) -> Same | None:
         """Over the answers to held-out prompts (prompts_of) that training walked; None when there is none."""
         walked, chosen = Walked(), []
         for answer in answers:
             sample, _, number = answer.prompt.id.rpartition(".")
-            if sample in self.walks:
+            if sample in self.walks and int(number) < len(self.walks[sample]):
                 walked.add(first_tokens(self.walks[sample][int(number)], answer.prompt.max_new_tokens))
                 chosen.append(answer)
         served = accept_length(chosen)
