@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -22,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests"), str(ROOT / "tests" / "gpu")]
 
 from aerie.config import load_config  # noqa: E402
+from aerie.nvidia import gpu_rows  # noqa: E402
 from aerie.servers import has_gpu, stop_servers  # noqa: E402
 from aerie.tiny import CONFIGS, VOCAB  # noqa: E402
 from cpu_tools import write_config  # noqa: E402
@@ -72,9 +72,8 @@ class Watch(threading.Thread):
             self.server |= set(gpus_of(f"--port {self.port}"))
             self.trainer |= {value for value, pids in gpus_of("03_train.py").items() if any(self.run_name in self.line(pid) for pid in pids)}
             if GPU:
-                text = subprocess.run(["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits"], capture_output=True, text=True, check=False).stdout
-                for index, used in (map(int, line.split(",")) for line in text.strip().splitlines()):
-                    self.used[index] = max(self.used.get(index, 0), used)
+                for index, _, used in gpu_rows("memory.used"):
+                    self.used[int(index)] = max(self.used.get(int(index), 0), int(used))
 
     @staticmethod
     def line(pid: int) -> str:
