@@ -39,13 +39,12 @@ def main() -> int:
         if config.bench.side_by_side:
             both = servers.get("baseline"), servers.get("serving")
             for one, concurrency in ((one, concurrency) for one in sets for concurrency in concurrencies):
-                for server in both:
-                    one.run(server, concurrency)
+                one.run(both, concurrency)
         else:
             for mode in ("serving", "baseline"):  # the drafter first: where it is bad, that is known sooner
                 server = servers.alone(mode)
                 for one, concurrency in ((one, concurrency) for one in sets for concurrency in concurrencies):
-                    one.run(server, concurrency)
+                    one.run([server], concurrency)
         for one in sets:
             one.compare_texts(servers.get("baseline").url)
         if settings:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from aerie.bench import Pass, compare_passes, measure
+from aerie.bench import Pass, compare_passes, measure_in_turn
 from aerie.bench_prompts import load_set
 from aerie.bench_servers import BenchServers
 from aerie.config import Config, add_config_arguments, config_from_args
@@ -63,12 +63,7 @@ def logged_kernels(server: Server) -> list[str]:
 
 def measure_level(servers: dict[str, Server], prompts: list[Prompt], concurrency: int, rounds: int, timeout_s: float) -> tuple[dict, dict[str, list[Pass]]]:
     """One concurrency: its numbers, and the passes of each server in the order in which they ran."""
-    passes: dict[str, list[Pass]] = {name: [] for name in servers}
-    for turn in range(rounds + 1):  # the first round pays for warm-up
-        for name, server in servers.items():
-            result = measure(server, prompts, concurrency, timeout_s)
-            if turn:
-                passes[name].append(result)
+    passes = dict(zip(servers, measure_in_turn(list(servers.values()), prompts, concurrency, rounds, timeout_s)))
     medians = {name: statistics.median(each.tok_s for each in done) for name, done in passes.items()}
     level = {"concurrency": concurrency, "requests": len(prompts), "ratio": medians["on"] / medians["off"]}
     for name, done in passes.items():

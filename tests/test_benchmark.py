@@ -11,6 +11,7 @@ from typing import Any, Callable, Iterator
 
 import numpy as np
 import pytest
+from aerie import bench
 from aerie.config import Config, load_config
 from aerie.errors import UserError
 from aerie.generate import Answer, Prompt, accept_length, accept_length_mean, next_token_distance, prompts_of
@@ -37,7 +38,7 @@ def sample(prompt: list[int], answer_tokens: int) -> Sample:
 def config(tmp_path: Path, request: pytest.FixtureRequest) -> Config:
     """A run with a drafter, held-out samples and the reports of the steps before; its servers are fakes."""
     target = write_target(tmp_path / "target", LLAMA_TARGET | {"torch_dtype": "float32"})
-    path = write_config(tmp_path / "c.toml", target, [1, 2, 4], bench={"concurrency": [1, 4], "max_new_tokens": 24, "samples": 10, "requests_per_slot": 3, "side_by_side": True})
+    path = write_config(tmp_path / "c.toml", target, [1, 2, 4], bench={"concurrency": [1, 4], "max_new_tokens": 24, "samples": 10, "requests_per_slot": 3, "rounds": 1, "side_by_side": True})
     config = load_config(str(path), "bench-" + str(abs(hash(request.node.name)))[:8])
     import torch
 
@@ -123,6 +124,27 @@ def test_predicted_and_served_are_of_the_same_prompts(config: Config, fakes: Cal
     assert run_benchmark(monkeypatch, config, "--set", "bench.max_new_tokens=8") == 0
     same = json.loads((config.run.bench / "report.json").read_text())["same_prompts"]
     assert same["predicted"] == pytest.approx((5 + 6 + 7 + 7) / (3 + 3 + 4 + 4))
+
+
+def test_the_median_of_rounds_that_take_turns_counts(config: Config, fakes: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Clocks by hand: each server's passes take 90 (which warms up and must not count), 1, 3, 2 seconds a time."""
+    real, order = bench.measure, []
+
+    def measured(server: Any, prompts: list[Prompt], concurrency: int, timeout_s: float, streamed: bool = False) -> bench.Pass:
+        found = real(server, prompts, concurrency, timeout_s, streamed)
+        order.append((server.mode, concurrency, streamed))
+        turn = sum(each == order[-1] for each in order)
+        return bench.Pass(found.concurrency, found.answers, {1: 90.0, 2: 1.0, 3: 3.0, 4: 2.0}[turn] * (1 if server.mode == "serving" else 5))
+
+    monkeypatch.setattr(bench, "measure", measured)
+    fakes()
+    assert run_benchmark(monkeypatch, config, "--set", "bench.rounds=3") == 0
+    levels = json.loads((config.run.bench / "report.json").read_text())["sets"]["heldout"]["levels"]
+    assert [level["speculative"]["seconds"] for level in levels] == [2.0, 2.0] and [level["baseline"]["seconds"] for level in levels] == [10.0, 10.0]
+    assert all(level["speedup"] == pytest.approx(5) for level in levels)
+    tokens = levels[1]["speculative"]["tokens"]
+    assert levels[1]["speculative"]["rounds_tok_s"] == pytest.approx([tokens / 3, tokens / 2, tokens], abs=0.01)
+    assert [mode for mode, concurrency, streamed in order if concurrency == 4 and not streamed] == ["baseline", "serving"] * 4
 
 
 def test_the_table_of_the_gpu_benchmark(config: Config, fakes: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,6 +275,9 @@ def test_lossless_counts() -> None:
     assert result.control == Control() and result.allowed == 1e-3 and result.unexplained == 2
     for dtype, near in (("float32", 0), ("float16", 0), ("bfloat16", 1)):
         assert compare(["a"], [[1]], [[5]], [[7]], dtype, distance).near_ties == near
+    # two log-probabilities that lie four steps of a bf16 logit apart, as float32 gives them; and one step more
+    four = float(np.float32(-1.3418735) - np.float32(-1.8418738))
+    assert four > 0.5 and [compare(["a"], [[1]], [[5]], [[7]], "bfloat16", lambda *_: far).near_ties for far in (four, four + 0.125)] == [1, 0]
 
 
 def test_lossless_control() -> None:

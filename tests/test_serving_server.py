@@ -34,7 +34,7 @@ SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 @pytest.fixture(scope="module")
 def config(make_config: Callable[..., Config]) -> Iterator[Config]:
     """A run with a drafter that starts as the target's last layer (it drafts a little), and held-out prompts of random tokens."""
-    config = make_config("llama", "serving-real", draft={"vocab_size": 512}, bench={"concurrency": [4], "max_new_tokens": 32, "samples": 16, "side_by_side": True, "latency": False})
+    config = make_config("llama", "serving-real", draft={"vocab_size": 512}, bench={"concurrency": [4], "max_new_tokens": 32, "samples": 16, "side_by_side": True, "rounds": 1, "latency": False})
     target = TargetWeights(config.model_path)
     drafter = Drafter(make_shape(config, target))
     generator = torch.Generator().manual_seed(0)

@@ -31,7 +31,7 @@ def way(tiny_model, tmp_path_factory):
         extract={"proof_samples": 4},
         draft={"vocab_size": 256},
         train={"ttt_steps": 3, "epochs": 2, "batch_tokens": 512, "eval_samples": 6, "lr": 1e-3, "checkpoint_every": 1},
-        bench={"concurrency": [4], "max_new_tokens": 24, "samples": 6, "side_by_side": True},
+        bench={"concurrency": [4], "max_new_tokens": 24, "samples": 6, "side_by_side": True, "rounds": 1},
     )  # fmt: skip
     config = load_config(str(path))
     yield config, os.environ | {"PY": sys.executable}, folder

@@ -31,6 +31,7 @@ class Pass:
     answers: list[Answer]
     seconds: float
     latency: dict[str, Any] = field(default_factory=dict)  # of a shorter streamed pass; empty where bench.latency is off
+    rounds_tok_s: list[float] = field(default_factory=list)  # of the passes of which this is the median one; empty where it is the only one
 
     @property
     def tokens(self) -> int:
@@ -43,6 +44,8 @@ class Pass:
 
     def as_dict(self) -> dict[str, Any]:
         numbers: dict[str, Any] = {"tok_s": round(self.tok_s, 2), "tokens": self.tokens, "seconds": round(self.seconds, 3)}
+        if self.rounds_tok_s:
+            numbers["rounds_tok_s"] = [round(each, 2) for each in self.rounds_tok_s]
         verifications = sum(answer.verifications for answer in self.answers)
         if verifications:
             numbers |= {
@@ -79,6 +82,17 @@ def measure(server: Server, prompts: list[Prompt], concurrency: int, timeout_s: 
     return Pass(concurrency, answers, seconds)
 
 
+def measure_in_turn(servers: Sequence[Server], prompts: list[Prompt], concurrency: int, rounds: int, timeout_s: float) -> list[list[Pass]]:
+    """`rounds` passes of each server, one after the other, after one pass each that warms up: a server compiles kernels when a batch of that size first comes."""
+    passes: list[list[Pass]] = [[] for _ in servers]
+    for turn in range(rounds + 1):
+        for server, done in zip(servers, passes):
+            result = measure(server, prompts, concurrency, timeout_s)
+            if turn:
+                done.append(result)
+    return passes
+
+
 def compare_passes(config: Config, prompts: list[Prompt], plain: Pass, fast: Pass, others: Sequence[Pass], url: str) -> Lossless:
     """Texts of two passes over all the prompts. The server on `url` gave `plain` and (over the first prompts, or all) `others`; it is asked about differences."""
     inner = text_config(model := read_model_config(config.model_path))
@@ -96,19 +110,27 @@ class SetBenchmark:
     passes: dict[str, list[Pass]] = field(default_factory=lambda: {"baseline": [], "serving": []})
     lossless: Lossless | None = None
 
-    def run(self, server: Server, concurrency: int) -> Pass:
-        """Measure one server at one concurrency and keep it."""
+    def run(self, servers: Sequence[Server], concurrency: int) -> None:
+        """Measure the servers at one concurrency and keep a pass of each: the only one, or the median of bench.rounds."""
         bench, timeout_s = self.config.bench, self.config.data.request_timeout_s
         if self.prompts.items:
-            with_followups(self.config, self.prompts, lambda asked: generate_all(server.url, asked, max(bench.concurrency), timeout_s)[0])
+            with_followups(self.config, self.prompts, lambda asked: generate_all(servers[0].url, asked, max(bench.concurrency), timeout_s)[0])
         chosen = prompts_at(self.prompts.prompts, concurrency, bench.concurrency, bench.requests_per_slot)
-        if not self.passes[server.mode]:  # the first requests of a server also pay for its warm-up
-            measure(server, chosen[: max(bench.concurrency)], max(bench.concurrency), timeout_s)
-        result = measure(server, chosen, concurrency, timeout_s)
-        if bench.latency:
-            result.latency = latency(measure(server, chosen[: 2 * concurrency], concurrency, timeout_s, streamed=True).answers)
-        self.passes[server.mode].append(result)
-        return result
+        results = []
+        if bench.rounds > 1:
+            for done in measure_in_turn(servers, chosen, concurrency, bench.rounds, timeout_s):
+                done.sort(key=lambda each: each.tok_s)
+                results.append(done[len(done) // 2])
+                results[-1].rounds_tok_s = [each.tok_s for each in done]
+        else:
+            for server in servers:
+                if not self.passes[server.mode]:  # the first requests of a server also pay for its warm-up
+                    measure(server, chosen[: max(bench.concurrency)], max(bench.concurrency), timeout_s)
+                results.append(measure(server, chosen, concurrency, timeout_s))
+        for server, result in zip(servers, results):
+            if bench.latency:
+                result.latency = latency(measure(server, chosen[: 2 * concurrency], concurrency, timeout_s, streamed=True).answers)
+            self.passes[server.mode].append(result)
 
     def fullest(self, mode: str) -> Pass:
         """The pass with all prompts."""

@@ -163,6 +163,7 @@ class Bench:
     concurrency: list[int] = field(default_factory=lambda: [1, 4, 16])
     max_new_tokens: int = 256
     samples: int = 40  # prompts a set
+    rounds: int = 3  # passes at each concurrency, whose median counts; above 1, one more before them warms up and does not count
     requests_per_slot: int = 8  # at concurrency c: c times this many prompts at most; the highest concurrency runs all of them
     latency: bool = True  # a shorter streamed pass beside each: time to first token, time between tokens, share of drafting
     baseline_port: int = 30002
@@ -236,7 +237,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 POSITIVE = {
     "server.ready_timeout_s", "data.max_new_tokens", "data.concurrency", "data.max_tokens", "extract.max_in_flight", "extract.shard_gb", "extract.attempts",
     "draft.vocab_size", "train.ttt_steps", "train.epochs", "train.batch_tokens", "train.accumulate", "train.lr", "serve.num_steps", "serve.topk",
-    "bench.max_new_tokens", "bench.samples", "bench.requests_per_slot", "data.top_p", "data.request_timeout_s", "extract.request_timeout_s",
+    "bench.max_new_tokens", "bench.samples", "bench.requests_per_slot", "bench.rounds", "data.top_p", "data.request_timeout_s", "extract.request_timeout_s",
     "train.checkpoint_every",
 }  # fmt: skip
 LARGEST = 2**31 - 1  # of any whole number: PyTorch and SGLang read no more in most places

@@ -9,6 +9,7 @@ from typing import Any, Callable, Sequence
 # Two texts differ at a near tie when both tokens lie within this of the likeliest one, in log-probability:
 # a few rounding steps of a logit of ordinary size (up to 32) in that dtype.
 NEAR_TIE = {"float32": 1e-3, "float16": 0.06, "bfloat16": 0.5}
+ROUNDING = 1e-5  # of a log-probability: distances in bf16 are whole steps of its logits, give or take that, and one that is exactly the bound lies within it
 CONTROL_QUESTIONS = 64  # distances asked for the control of one prompt set, at most
 
 Distance = Callable[[list[int], int, int], float]  # ids so far, two next tokens -> how far the less likely lies below the likeliest of all, in log-probability
@@ -68,7 +69,7 @@ def run_control(prompts: Sequence[list[int]], plain: Sequence[list[int]], others
                 early += 1
     every = max(math.ceil(len(questions) / CONTROL_QUESTIONS), 1)
     distances = [distance(*question) for question in questions[::every]]
-    far = sum(each > allowed for each in distances)
+    far = sum(each > allowed + ROUNDING for each in distances)
     found.far = early + (far * len(questions) / len(distances) if distances else 0)
     found.noise = max(filter(math.isfinite, distances), default=0.0)
     return found
@@ -96,7 +97,7 @@ def compare(
             result.different.append(f"{name}: {len(left)} tokens without the drafter, {len(right)} with it, equal so far")
             continue
         below = distance(prompt + list(left[:where]), left[where], right[where])
-        if below <= result.allowed:
+        if below <= result.allowed + ROUNDING:
             result.near_ties += 1
         else:
             result.different.append(f"{name}: token {where} is {left[where]} without the drafter and {right[where]} with it; the less likely of the two is "
