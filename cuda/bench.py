@@ -7,12 +7,15 @@
 
 `ms` is one call between two events, a launch (`launch_ms`) included; `row_ms` is a call inside a CUDA graph of several calls one behind the other, each on inputs and
 outputs of its own. `copy_ms` and `copy_row_ms` are a plain copy of as many bytes, timed both ways: what a small op can be compared with.
+Decode ops beside an empty kernel (`floor`), each timed in the same ways: `graph_us` in a CUDA graph, which is what the goal is judged by; `launch_us` launched one behind
+the other through the library's C function into a stream, its arguments prepared, host time included; `host_us` through torch.library.
 Bytes are counted as each input read once and each output written once. Predicted times for SM120 are those bytes over 1.79 TB/s: predictions, not results.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import sys
 import time
@@ -26,7 +29,7 @@ import bench_peers as peers_of  # noqa: E402
 import drafter_ops as ops  # noqa: E402
 import torch  # noqa: E402
 from aerie.report import write_report  # noqa: E402
-from op_library import VARIANTS, chosen  # noqa: E402
+from op_library import VARIANTS, chosen, load  # noqa: E402
 
 Work = Callable[[int], Any]  # the op on the i-th set of inputs
 SM120_BYTES_S = 1.79e12
@@ -111,6 +114,50 @@ def host_us(work: Callable[[], Any], calls: int = 200) -> float:
     return (time.perf_counter() - start) / calls * 1e6
 
 
+def c_calls(work: Callable[[], Any]) -> tuple[list[Callable[[], int]], Any]:
+    """The calls of the library's C functions that work() makes, with the same arguments and the stream, each answering an error code; and what work() answered, to be kept
+    as long as they are called, because they write there. No calls: work() is another package's, or the reference ran.
+    """
+    made: list[Callable[[], int]] = []
+    usual = ops.call
+
+    def note(name: str, device: torch.device, *arguments: object) -> None:
+        usual(name, device, *arguments)
+        made.append(functools.partial(getattr(load(), name), *arguments, torch.cuda.current_stream(device).cuda_stream))
+
+    ops.call = note
+    try:
+        kept = work()
+    finally:
+        ops.call = usual
+    return made, kept
+
+
+def launch_us(work: Callable[[], Any], launches: int = 200, repeats: int = 9) -> float | None:
+    """Time of one launch of `launches` back to back into a stream through the C function, microseconds: the host's part or the device's, whichever is longer. None: no such call."""
+    made, kept = c_calls(work)
+    if len(made) != 1:
+        return None
+    launch, times = made[0], []
+    for _ in range(repeats + 1):  # the first one warms up
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(launches):
+            if code := launch():
+                raise RuntimeError(f"a launch failed with CUDA error {code}")
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / launches * 1e3)
+    del kept
+    return statistics.median(times[1:])
+
+
+def decode_times(work: Callable[[], Any]) -> dict[str, float]:
+    """Of one call, microseconds: in a CUDA graph, through torch.library, and launched through the C function where it is one launch of ours."""
+    times = {"graph_us": graph_us(work), "launch_us": launch_us(work), "host_us": host_us(work)}
+    return {name: time for name, time in times.items() if time is not None}
+
+
 class Bench:
     """Rows of the report, printed as they come."""
 
@@ -162,9 +209,11 @@ class Bench:
             print(f"{op}: {type(exc).__name__}: {str(exc)[:120]}", flush=True)
 
     def add_decode(self, op: str, size: str, work: Callable[[], Any], floor: dict[str, float]) -> None:
-        row = {"op": op, "size": size, "graph_us": graph_us(work), "host_us": host_us(work), "floor": floor}
+        row = {"op": op, "size": size, **decode_times(work), "floor": floor}
         self.rows.append(row)
-        print(f"{op:58} {size:16} {row['graph_us']:7.2f} us in a graph (empty {floor['graph_us']:.2f}), {row['host_us']:7.2f} us eager (empty {floor['host_us']:.2f})", flush=True)
+        names = {"graph_us": "in a graph", "launch_us": "a launch back to back", "host_us": "through torch.library"}
+        texts = [f"{row[key]:7.2f} us {name} ({row[key] / floor[key]:5.2f} times an empty one)" for key, name in names.items() if key in row]
+        print(f"{op:58} {size:16} {', '.join(texts)}", flush=True)
 
     def winners(self) -> list[dict[str, Any]]:
         """For each op and size the kernel by number that is the fastest in a row, beside the usual one."""
@@ -267,7 +316,7 @@ def fp8_rows(bench: Bench, rows: list[int], hidden: int, peers: bool) -> None:
 
 
 def decode_ops(bench: Bench, batches: list[int], vd: int, peers: bool) -> None:
-    floor = {"graph_us": graph_us(bench.empty), "host_us": host_us(bench.empty)}
+    floor = decode_times(bench.empty)
     d2t = torch.arange(vd, device="cuda")
     for n in batches:
         for dtype in (torch.bfloat16, torch.float32):

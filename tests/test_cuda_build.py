@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -100,9 +101,10 @@ def test_session_table_marks_what_misses(tmp_path):
     row = {"op": "5 quantize_rows_fp8", "size": "[4096, 4096]", "ms": 0.0148, "of_copy": 0.81, "row_ms": 0.0138, "row_of_copy": 0.87, "copy_ms": 0.0155, "copy_row_ms": 0.0126}
     short = {**row, "op": "5 dequantize_rows_fp8", "row_ms": 0.0145, "row_of_copy": 0.83}
     peer = {"op": "5 quantize_rows_fp8, PyTorch eager", "size": "[4096, 4096]", "ms": 0.4, "of_copy": 0.03}
-    decode = {"op": "3 draft_topk float32, k 1", "size": "[1, 32000]", "graph_us": 4.5, "host_us": 35.0, "floor": {"graph_us": 0.87}}
+    decode = {"op": "3 draft_topk float32, k 1", "size": "[1, 32000]", "graph_us": 4.5, "launch_us": 4.2, "host_us": 35.0, "floor": {"graph_us": 0.9, "launch_us": 4.0}}
+    older = {"op": "4 verify_tree_greedy, 32 nodes", "size": "[1]", "graph_us": 1.0, "host_us": 27.0, "floor": {"graph_us": 0.9}}
     fastest = [{"op": row["op"], "size": row["size"], "usual": 0.0138, "best": "1: 256 threads", "row_ms": 0.0137}]
-    report = {"copy_bytes_s": 4.17e12, "launch_ms": 0.002, "rows": [row, {**row, "op": row["op"] + " (1: 256 threads)"}, short, peer, decode], "fastest": fastest, "failed": ["online: it broke"]}
+    report = {"copy_bytes_s": 4.17e12, "launch_ms": 0.002, "rows": [row, {**row, "op": row["op"] + " (1: 256 threads)"}, short, peer, decode, older], "fastest": fastest, "failed": ["online: it broke"]}
     (tmp_path / "ops.json").write_text(json.dumps(report))
     results = [{"size": "S", "share": share, "step_ms": 200.0, "tok_s": rate, "peak_gb": 16.6, "first_step_s": 8.5} for share, rate in ((0.7, 44000.0), (0.3, 57000.0))]
     (tmp_path / "train.json").write_text(json.dumps({"results": results}))
@@ -110,6 +112,31 @@ def test_session_table_marks_what_misses(tmp_path):
     (tmp_path / "parts.txt").write_text("build 0 40\nops 1 90 2 failed, 100 passed in 80 s\nlong - 0 no time was left\n")
     command = [sys.executable, str(CUDA / "session_table.py"), str(tmp_path), str(tmp_path / "parts.txt")]
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
-    assert [line[:4].strip() for line in lines] == ["copy", "ok", "MISS", "", "MISS", "ok", "ok", "MISS", "FAIL", "ok", "MISS", "MISS"]
+    assert [line[:4].strip() for line in lines] == ["copy", "ok", "MISS", "", "MISS", "ok", "ok", "ok", "MISS", "FAIL", "ok", "MISS", "MISS"]
     assert "0.0148 ms  81.0%, in a row   0.0138 ms  87.0%; a copy   0.0155, in a row   0.0126; fastest   0.0137 (1: 256 threads)" in lines[1]
-    assert "1.30 times the rate" in lines[7]
+    assert lines[4].endswith("4.50 us in a graph, 5.00 times an empty kernel; launched back to back 1.05 times (4.20 us)")
+    assert lines[5].endswith("1.00 us in a graph, 1.11 times an empty kernel")
+    assert "1.30 times the rate" in lines[8]
+
+
+def test_bench_finds_the_c_calls_of_an_op(monkeypatch):
+    """What bench.py launches back to back: the C function with the arguments that the op gave it, and nothing where the op made no such call."""
+    sys.path.insert(0, str(CUDA))
+    import bench
+    import torch
+
+    seen: list[tuple] = []
+    library = types.SimpleNamespace(aerie_tree=lambda *arguments: seen.append(arguments) or 0)
+    monkeypatch.setattr(bench, "load", lambda: library)
+    monkeypatch.setattr(bench.ops, "call", lambda name, device, *arguments: seen.append(("usual", *arguments)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=7))
+    usual = bench.ops.call
+
+    def op() -> str:
+        bench.ops.call("aerie_tree", torch.device("cpu"), 1, None)
+        return "answer"
+
+    made, kept = bench.c_calls(op)
+    assert kept == "answer" and len(made) == 1 and made[0]() == 0
+    assert seen == [("usual", 1, None), (1, None, 7)] and bench.ops.call is usual
+    assert bench.c_calls(lambda: 3) == ([], 3) and bench.launch_us(lambda: 3) is None
