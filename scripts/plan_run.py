@@ -16,7 +16,7 @@ from aerie.config import Config, add_config_arguments, config_from_args
 from aerie.errors import UserError, run_main
 from aerie.nvidia import gpu_rows, visible
 from aerie.report import read_report, write_report
-from aerie.servers import dump_dir, has_gpu, server_args
+from aerie.servers import OPS_LIBRARY, dump_dir, has_gpu, server_args
 from aerie.shapes import Shape
 
 GIB = planning.GIB
@@ -92,6 +92,11 @@ def measured_server(log: Path) -> dict[str, float]:
     return found
 
 
+def loss_kernel(config: Config) -> bool:
+    """Whether training would use the loss kernel of cuda/ on a GPU of this machine."""
+    return OPS_LIBRARY.is_file() and config.train.kernels != "off" and os.environ.get("AERIE_DRAFTER_OPS") != "reference"
+
+
 def compare(plan: planning.Plan, config: Config, shape: Shape, args: argparse.Namespace, server_options: dict[str, dict]) -> list[tuple[str, float, float]]:
     """(what, predicted, measured) for everything that this run has measured. KV is predicted from what the log says was free before loading: other servers may share the card."""
     rows = []
@@ -121,7 +126,7 @@ def compare(plan: planning.Plan, config: Config, shape: Shape, args: argparse.Na
         count = sum(planning.drafter_parameters(config, shape).values())
         for result in read_report(Path(args.bench_train), "bench_train.py").get("results", []):
             if "peak_gb" in result and abs(result["parameters"] / count - 1) < 0.002 and not result.get("checkpointing"):
-                parts = planning.training_parts(config, shape, result["tokens"], result["supervised_rows"] / result["tokens"])
+                parts = planning.training_parts(config, shape, result["tokens"], result["supervised_rows"] / result["tokens"], loss_kernel=loss_kernel(config))
                 rows.append((f"training: size {result['size']}, share {result['share']}", sum(part.bytes for part in parts), result["peak_gb"] * GIB))
     manifest = config.run.store / "manifest.json"
     if manifest.is_file():
@@ -154,7 +159,8 @@ def main() -> int:
     if gpus and not has_gpu():  # planned for a GPU box from a machine without: its own options, not the CPU's
         extraction = {**config.server.args}
         serving = {**config.server.args, **config.serve.args}
-    plan = planning.make_plan(config, shape, amounts, gpus=gpus, gpu_bytes=gpu_bytes, extraction_args=extraction, serving_args=serving, disk_free=disk_free, dumps_free=dumps_free)
+    plan = planning.make_plan(config, shape, amounts, gpus=gpus, gpu_bytes=gpu_bytes, extraction_args=extraction, serving_args=serving, disk_free=disk_free, dumps_free=dumps_free,
+                              loss_kernel=loss_kernel(config))  # fmt: skip
     print_plan(plan, config, amounts, hardware)
     if args.report:
         write_report(

@@ -403,5 +403,21 @@ H200 = [
 @pytest.mark.parametrize(("name", "rows", "labels", "peak"), H200)
 def test_training_peaks_of_an_h200(name, rows, labels, peak):
     config = load_config(name)
-    parts = planning.training_parts(config, load_shape("/nowhere", config.plan.shape), rows, labels / rows)
+    parts = planning.training_parts(config, load_shape("/nowhere", config.plan.shape), rows, labels / rows, loss_kernel=True)
     assert near(sum(part.bytes for part in parts) / GIB, peak), sum(part.bytes for part in parts) / GIB / peak
+
+
+def test_the_peak_of_a_small_training_run_on_an_h200():
+    """03_train.py on smollm2-gpu's 10,000 chats, 2026-11-30: 1,999,500,288 bytes (batches of 8,192 rows at most, 81% supervised on the mean): what is small elsewhere weighs here."""
+    config, shape = load_config("smollm2-gpu"), load_shape("/nowhere", "llama-3.1-8b")
+    shape.config.update(hidden_size=576, vocab_size=49152, num_attention_heads=9, num_key_value_heads=3, head_dim=64, intermediate_size=1536)
+    parts = planning.training_parts(config, shape, 8192, 9526105 / 11690095, loss_kernel=True)
+    assert near(sum(part.bytes for part in parts), 1_999_500_288), sum(part.bytes for part in parts) / 1_999_500_288
+
+
+def test_the_peak_of_a_training_run_at_kimi_s_widths_on_an_h200():
+    """tests/gpu/kimi_shape.py, 2026-11-30: 27,551,019,520 bytes, the vocabulary of the target 49,152."""
+    config, shape = load_config("kimi-k2.5"), load_shape("/nowhere", "kimi-k2.5")
+    shape.config.update(vocab_size=49152)
+    parts = planning.training_parts(config, shape, 4096, 0.8, loss_kernel=True)
+    assert near(sum(part.bytes for part in parts), 27_551_019_520), sum(part.bytes for part in parts) / 27_551_019_520

@@ -245,8 +245,9 @@ def kept_bytes(rows: float, labels: float, steps: int, hidden: int, heads: int, 
     return {"first keys": first, "steps": steps * step, "chain": (4 * (steps - 1) * labels * kv + rows * q) * compute}
 
 
-def training_parts(config: Config, shape: Shape, rows: int, supervised: float, ranks: int = 1, compute: int = 2) -> list[Part]:
-    """Memory of 03_train.py on one GPU. rows: train.batch_tokens; ranks: over how many FSDP splits masters, gradients and moments; compute: bytes of a compute value.
+def training_parts(config: Config, shape: Shape, rows: int, supervised: float, ranks: int = 1, compute: int = 2, loss_kernel: bool = False) -> list[Part]:
+    """Memory of 03_train.py on one GPU. rows: train.batch_tokens; ranks: over how many FSDP splits masters, gradients and moments; compute: bytes of a compute value;
+    loss_kernel: `make cuda` has run, so that a chunk of logits is there once, in the compute dtype, and its gradient in its place (else three float32 tensors).
 
     Matrices: float32 masters, gradients and two moments of AdamW, and a copy in the compute dtype. Frozen: the target's embedding, LM head and its draft rows.
     """
@@ -256,6 +257,11 @@ def training_parts(config: Config, shape: Shape, rows: int, supervised: float, r
     q, kv = heads * drafter["head_dim"], drafter["num_key_value_heads"] * drafter["head_dim"]
     labels, steps = rows * supervised, config.train.ttt_steps
     kept = kept_bytes(rows, labels, steps, hidden, heads, q, kv, inner, compute, fused=compute < 4)
+    logits = min(256 << 20, max(labels, 16) * draft_vocab * 4)
+    if loss_kernel and compute < 4:
+        logits *= compute / 4
+    else:
+        logits *= 3
     return [
         Part("masters", count * 4 / ranks, f"{count / 1e9:.2f} B parameters, float32"),
         Part("gradients", count * 4 / ranks, "float32"),
@@ -265,17 +271,17 @@ def training_parts(config: Config, shape: Shape, rows: int, supervised: float, r
         Part("batch of states", (rows * (len(config.target.aux_layer_ids) * shape.hidden + hidden) + labels * shape.hidden) * compute),
         Part("teacher logits", labels * draft_vocab * compute),
         *(Part(f"activations: {name}", size, f"{steps} TTT steps" if name == "steps" else "") for name, size in kept.items()),
-        Part("chunk of logits", min(256 << 20, max(labels, 16) * draft_vocab * 4) * 3),
+        Part("chunk of logits, or gradients inside the MLP", max(logits, labels * 3 * inner * compute)),
     ]
 
 
-def plan_training(plan: Plan, config: Config, shape: Shape, supervised: float) -> None:
+def plan_training(plan: Plan, config: Config, shape: Shape, supervised: float, loss_kernel: bool) -> None:
     """Adds training on one card, which is what 03_train.py does, and what FSDP over all cards would take. Refuses when one card is too small."""
     compute = 4 if config.train.dtype == "float32" else 2
     one, split = "training, one GPU", f"training, if FSDP split it over {plan.gpus}"
-    plan.phases[one] = training_parts(config, shape, config.train.batch_tokens, supervised, 1, compute)
+    plan.phases[one] = training_parts(config, shape, config.train.batch_tokens, supervised, 1, compute, loss_kernel)
     if plan.gpus > 1:
-        plan.phases[split] = training_parts(config, shape, config.train.batch_tokens, supervised, plan.gpus, compute)
+        plan.phases[split] = training_parts(config, shape, config.train.batch_tokens, supervised, plan.gpus, compute, loss_kernel)
     for name in (name for name in (one, split) if name in plan.phases):
         plan.notes[name] = f"{plan.total(name) / GIB:.1f} GiB of {plan.gpu_bytes / GIB:.1f}: {'fits' if plan.total(name) <= plan.gpu_bytes else 'does not fit'}"
     if plan.total(one) > plan.gpu_bytes:
@@ -354,13 +360,13 @@ def plan_hours(plan: Plan, config: Config, amounts: Amounts) -> None:
 
 
 def make_plan(config: Config, shape: Shape, amounts: Amounts, *, gpus: int, gpu_bytes: float, extraction_args: dict[str, Any], serving_args: dict[str, Any],
-              disk_free: float, dumps_free: float | None) -> Plan:  # fmt: skip
-    """The whole plan. gpu_bytes: free on a GPU before anything is loaded; 0 GPUs: memory of GPUs is left out."""
+              disk_free: float, dumps_free: float | None, loss_kernel: bool = False) -> Plan:  # fmt: skip
+    """The whole plan. gpu_bytes: free on a GPU before anything is loaded; 0 GPUs: memory of GPUs is left out; loss_kernel: see training_parts."""
     plan = Plan(gpus, gpu_bytes)
     if gpus:
         plan_server(plan, config, shape, "extraction", extraction_args)
         plan_server(plan, config, shape, "serving", serving_args)
-        plan_training(plan, config, shape, amounts.final_rows / max(amounts.tokens, 1))
+        plan_training(plan, config, shape, amounts.final_rows / max(amounts.tokens, 1), loss_kernel)
         plan_streaming(plan, config, int(extraction_args.get("tp-size", extraction_args.get("tp", 1))))
     plan_disk(plan, config, shape, amounts, disk_free, dumps_free)
     plan_hours(plan, config, amounts)
