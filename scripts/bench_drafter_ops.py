@@ -7,7 +7,6 @@ runs (without the ops) and goes on afterwards. The one with the ops is started h
 
 import argparse
 import dataclasses
-import signal
 import statistics
 import sys
 from pathlib import Path
@@ -16,9 +15,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from aerie.bench import Pass, compare_passes, measure_in_turn
 from aerie.bench_prompts import load_set
-from aerie.bench_servers import BenchServers
+from aerie.bench_servers import BenchServers, only_benchmark
 from aerie.config import Config, add_config_arguments, config_from_args
-from aerie.errors import EXIT_FAILED, EXIT_INTERRUPTED, UserError, run_main
+from aerie.errors import EXIT_FAILED, UserError, run_main
 from aerie.generate import Prompt, accept_length
 from aerie.lossless import in_words
 from aerie.paths import RunPaths
@@ -93,7 +92,12 @@ def main() -> int:
         raise UserError("--concurrency and --rounds must be 1 or more")
     config = config_from_args(args)
     config = dataclasses.replace(config, serve=dataclasses.replace(config.serve, drafter_ops=False))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_INTERRUPTED))  # so that the servers end with us
+    with only_benchmark(config):
+        return benchmark(config, args)
+
+
+def benchmark(config: Config, args: argparse.Namespace) -> int:
+    """Starts what does not run, measures, writes the report; the exit code."""
     refuse_bad_drafter(config)
     prompts = load_set(config, args.prompts or config.bench.prompts).prompts
     on = with_ops(config)

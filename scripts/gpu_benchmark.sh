@@ -86,7 +86,8 @@ for name in ("gpu-bench", "gpu-bench-tree"):
         print(name, f"steps {report['num_steps']} topk {report['topk']}: accept length {report['accept_length']:.3f}, predicted {report['predicted_accept_length']}, same prompts {report.get('same_prompts')}, gap {report['gap']}")
         for kind, one in report["sets"].items():
             lossless = one["lossless"]
-            print(" ", kind, "texts", {key: value for key, value in lossless.items() if key != "different"}, "different", len(lossless["different"]))
+            said = {key: value for key, value in lossless.items() if key != "different"} if lossless else "not compared"
+            print(" ", kind, "texts", said, "different", len(lossless["different"]) if lossless else "unknown")
             for level in one["levels"]:
                 print("   ", level["concurrency"], f"{level['baseline']['tok_s']:.0f} -> {level['speculative']['tok_s']:.0f} tok/s ({level['speedup']:.2f}x), accept {level['speculative']['accept_length']:.3f}")
 path = out / "drafter_ops.json"

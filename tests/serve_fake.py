@@ -44,6 +44,7 @@ class FakeServer:
         """changes_text: token 3 of every answer is one more than the rule's. wobble: it is less, by another number in each pass (/flush_cache begins one).
         Asked how likely tokens are, the server says `margin` below the likeliest of those above the rule's, `wobble` of those below it."""
         self.served = self.passes = 0
+        self.busy_flushes = 0  # so often /flush_cache is refused, as by a server with other requests
         self.bodies: list[dict[str, Any]] = []
         fake = self
 
@@ -56,6 +57,9 @@ class FakeServer:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
                 if self.path != "/generate":
+                    if self.path == "/flush_cache" and fake.busy_flushes:
+                        fake.busy_flushes -= 1
+                        return self.reply({}, 400)
                     fake.passes += self.path == "/flush_cache"
                     return self.reply({})
                 fake.served += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,13 +15,15 @@ from .bench_stats import acceptance_by_position, by_category, by_context, drafti
 from .check import served_dtype
 from .config import Config
 from .errors import UserError
-from .generate import Answer, Prompt, accept_length, accept_length_mean, generate_all, generate_streamed, next_token_distance
+from .generate import Answer, Prompt, accept_length, accept_length_mean, ask_server, generate, generate_streamed, next_token_distance
 from .identity import read_model_config, text_config
 from .lossless import Lossless, compare, in_words
 from .predicted import Prediction
 from .progress import Progress
 from .report import read_report
 from .servers import Server
+
+FLUSH_PATIENCE_S = 30.0  # requests of the pass before leave the scheduler within moments
 
 
 @dataclass
@@ -60,24 +63,33 @@ def prompts_at(prompts: list[Prompt], concurrency: int, levels: list[int], reque
     return prompts if concurrency == max(levels) else prompts[: concurrency * requests_per_slot]
 
 
+def empty_cache(server: Server) -> None:
+    """Empty the prefix cache, or a pass finds the prompts of the one before in it. SGLang refuses while requests run. Raises UserError when it still does."""
+    deadline = time.monotonic() + FLUSH_PATIENCE_S
+    while (status := requests.post(f"{server.url}/flush_cache", timeout=60).status_code) != 200:
+        if time.monotonic() > deadline:
+            raise UserError(f"the {server.mode} server on {server.url} did not empty its cache within {FLUSH_PATIENCE_S:g} s (status {status}): other requests run on it, "
+                "and numbers measured beside them would mean nothing; end them, then run the same command again")
+        time.sleep(0.1)
+
+
 def measure(server: Server, prompts: list[Prompt], concurrency: int, timeout_s: float, streamed: bool = False) -> Pass:
     """One pass over the prompts with an empty prefix cache. Raises UserError that names the server when it dies on the way."""
     name = f"answered {'with' if server.mode == 'serving' else 'without'} the drafter, {concurrency} at a time{', streamed' if streamed else ''}"
     progress = Progress(len(prompts), name, unit="requests")
     try:
-        requests.post(f"{server.url}/flush_cache", timeout=60)
+        empty_cache(server)
         done = lambda answer: progress.update(1, len(answer.output_ids), request_seconds=answer.seconds)  # noqa: E731
-        if streamed:
-            answers, seconds = generate_all(server.url, prompts, concurrency, timeout_s, done, generate_streamed)
-        else:
-            answers, seconds = generate_all(server.url, prompts, concurrency, timeout_s, done)
+        answers, seconds = ask_server(server, prompts, concurrency, timeout_s, done, generate_streamed if streamed else generate)
     except requests.RequestException as exc:
         state = "is alive" if server.alive() else f"died: {server.last_error()}"
-        raise UserError(f"the {server.mode} server stopped answering after {progress.items} of {len(prompts)} requests ({type(exc).__name__}); it {state} "
-            f"(log: {server.log})") from None
+        raise UserError(f"the {server.mode} server does not take requests ({type(exc).__name__}); it {state} (log: {server.log})") from None
     finally:
         progress.close()
     if server.mode == "serving" and not any(answer.verifications for answer in answers):
+        if not any(answer.drafted_tokens for answer in answers):
+            raise UserError(f"each of the {len(answers)} answers at {concurrency} at a time is one token, which prefill gives, so there is nothing to speculate on; raise "
+                "bench.max_new_tokens or bench.requests_per_slot, or choose other prompts")
         raise UserError(f"the serving server on {server.url} counted no verification: it does not speculate; see {server.log}")
     return Pass(concurrency, answers, seconds)
 
@@ -114,7 +126,7 @@ class SetBenchmark:
         """Measure the servers at one concurrency and keep a pass of each: the only one, or the median of bench.rounds."""
         bench, timeout_s = self.config.bench, self.config.data.request_timeout_s
         if self.prompts.items:
-            with_followups(self.config, self.prompts, lambda asked: generate_all(servers[0].url, asked, max(bench.concurrency), timeout_s)[0])
+            with_followups(self.config, self.prompts, lambda asked: ask_server(servers[0], asked, max(bench.concurrency), timeout_s)[0])
         chosen = prompts_at(self.prompts.prompts, concurrency, bench.concurrency, bench.requests_per_slot)
         results = []
         if bench.rounds > 1:
@@ -180,7 +192,7 @@ def report_content(config: Config, sets: list[SetBenchmark], sweep: list[dict[st
     if same := first["same_prompts"]:
         predicted, served = same["predicted"], same["served"]
     comparable = sets[0].prompts.name == "heldout" and prediction.comparable
-    lowest = first["levels"][0]
+    lowest = min(first["levels"], key=lambda level: level["concurrency"])
     return {
         "accept_length": first["accept_length"],
         "accept_length_request_mean": first["accept_length_request_mean"],
@@ -228,15 +240,17 @@ def table(content: dict[str, Any]) -> str:
             )
         if len(one["by_category"]) > 1:
             lines.append("  accept length by kind: " + ", ".join(f"{kind} {numbers['accept_length']:.2f}" for kind, numbers in one["by_category"].items() if numbers["accept_length"] is not None))
-        lossless = one["lossless"]
-        *lower, last = (str(level["concurrency"]) for level in one["levels"])
-        between = f"between {', '.join(lower)} and {last} at a time"
-        lines.append(f"  texts: {in_words(lossless, 'the plain server', between, 'only one concurrency')}")
-        lines += [f"    {text}" for text in lossless["different"][:5]]
+        if lossless := one["lossless"]:
+            *lower, last = (str(level["concurrency"]) for level in one["levels"])
+            between = f"between {', '.join(lower)} and {last} at a time"
+            lines.append(f"  texts: {in_words(lossless, 'the plain server', between, 'only one concurrency')}")
+            lines += [f"    {text}" for text in lossless["different"][:5]]
+        else:
+            lines.append("  texts: not compared")
     if content["gap"] is not None:
         same, pooled = content["same_prompts"], content["predicted_accept_length"]
         predicted, served = (same["predicted"], same["served"]) if same else (pooled, content["accept_length"])
-        over = f" ({same['prompts']} prompts; over all held-out chats of training {pooled:.3f})" if same and abs(predicted - pooled) > 5e-4 else ""
+        over = f" ({same['prompts']} prompts; over all held-out chats of training {pooled:.3f})" if same and pooled and abs(predicted - pooled) > 5e-4 else ""
         lines.append(f"  predicted accept length {predicted:.3f}, served {served:.3f}: gap {content['gap']:+.1%}{over}")
     if content["sweep"]:
         lines.append("  steps  topk  draft tokens  tok/s  speed-up  accept length")

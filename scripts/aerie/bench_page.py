@@ -10,6 +10,12 @@ from typing import Any
 from .bench import table
 
 
+def plain(name: str) -> str:
+    """A name as matplotlib shows it as it is: no formula between dollars, not left out of a legend, nothing that no font or file can hold."""
+    shown = name.encode("utf-8", "backslashreplace").decode().replace("$", r"\$")
+    return f" {shown}" if shown.startswith("_") else shown
+
+
 def draw(content: dict[str, Any], path: Path) -> None:
     """Write the PNG with the three plots."""
     import matplotlib
@@ -20,9 +26,9 @@ def draw(content: dict[str, Any], path: Path) -> None:
     figure, (speed, position, served) = plt.subplots(1, 3, figsize=(15, 4.2))
     for name, one in content["sets"].items():
         levels = one["levels"]
-        speed.plot([level["concurrency"] for level in levels], [level["speedup"] for level in levels], marker="o", label=name)
+        speed.plot([level["concurrency"] for level in levels], [level["speedup"] for level in levels], marker="o", label=plain(name))
         rows = one["acceptance_by_position"]
-        position.plot([row["position"] for row in rows], [row["accepted"] for row in rows], marker="o", label=name)
+        position.plot([row["position"] for row in rows], [row["accepted"] for row in rows], marker="o", label=plain(name))
     speed.axhline(1.0, color="grey", linewidth=0.8)
     speed.set(title="Speed-up", xlabel="requests in flight", ylabel="tok/s with / without the drafter", ylim=(0, None))
     if any(len(one["levels"]) > 1 for one in content["sets"].values()):
@@ -31,7 +37,7 @@ def draw(content: dict[str, Any], path: Path) -> None:
         speed.set_xticks(ticks, [str(tick) for tick in ticks])
     position.set(title="Acceptance by position", xlabel="draft position", ylabel="share of verifications that accept it", ylim=(0, 1))
     position.set_xticks(range(1, content["num_steps"] + 1))
-    names, values = [f"served: {name}" for name in content["sets"]], [one["accept_length"] for one in content["sets"].values()]
+    names, values = [f"served: {plain(name)}" for name in content["sets"]], [one["accept_length"] for one in content["sets"].values()]
     predicted = (content["same_prompts"] or {}).get("predicted", content["predicted_accept_length"])
     if predicted is not None:
         names, values = ["predicted (held-out)", *names], [predicted, *values]
@@ -56,9 +62,9 @@ def write_page(content: dict[str, Any], folder: Path, title: str, about: str) ->
     rows = []
     for name, one in content["sets"].items():
         for level in one["levels"]:
-            plain, fast = level["baseline"], level["speculative"]
-            cells = [name, level["concurrency"], level["requests"], f"{plain['tok_s']:.1f}", f"{fast['tok_s']:.1f}", f"{level['speedup']:.2f}x", f"{fast['accept_length']:.3f}"]
-            for side in (plain, fast):
+            without, fast = level["baseline"], level["speculative"]
+            cells = [name, level["concurrency"], level["requests"], f"{without['tok_s']:.1f}", f"{fast['tok_s']:.1f}", f"{level['speedup']:.2f}x", f"{fast['accept_length']:.3f}"]
+            for side in (without, fast):
                 first, wait = side.get("time_to_first_token_ms"), side.get("inter_token_latency_ms")
                 cells += [f"{first['p50']:.1f} / {first['p99']:.1f}" if first else "", f"{wait['p50']:.2f} / {wait['p99']:.2f}" if wait else ""]
             cells.append("" if level["drafting_share"] is None else f"{level['drafting_share']:.0%}")
@@ -79,6 +85,6 @@ def write_page(content: dict[str, Any], folder: Path, title: str, about: str) ->
 """
     path = folder / "report.html"
     temporary = folder / ".report.html.tmp"
-    temporary.write_text(page, encoding="utf-8")
+    temporary.write_text(page, encoding="utf-8", errors="backslashreplace")
     temporary.replace(path)
     return path

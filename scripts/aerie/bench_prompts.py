@@ -39,7 +39,7 @@ class PromptSet:
     name: str
     prompts: list[Prompt]
     items: dict[str, Item] = field(default_factory=dict)  # by prompt id, those with followups
-    skipped: int = 0  # too long for the server's context
+    skipped: int = 0  # too long for the server's context, or a later turn that the template refuses
 
 
 def item_of(name: str, row: Any, chat: Chat | BadRow) -> Item:
@@ -125,8 +125,11 @@ def with_followups(config: Config, prompts: PromptSet, ask: Callable[[list[Promp
             message = tokenizer.message_of(answer.output_ids)
             message.pop("tool_calls", None)
             messages = [*item.messages, message, {"role": "user", "content": item.followups[0]}]
-            ids = tokenizer.prompt(Chat(messages, item.tools), len(messages))
-            if len(ids) + config.bench.max_new_tokens + 1 > limit:
+            try:
+                ids = tokenizer.prompt(Chat(messages, item.tools), len(messages))
+            except BadRow:  # of the target's own answer: the turns up to here count
+                ids = None
+            if ids is None or len(ids) + config.bench.max_new_tokens + 1 > limit:
                 prompts.skipped += len(item.followups)
                 continue
             name = f"{item.name.split('/')[0]}/{turn + 1}"
@@ -159,4 +162,5 @@ def load_set(config: Config, name: str) -> PromptSet:
     path = resolve_input(name)
     if not path.is_file():
         raise UserError(f"prompts {name!r} is neither heldout, builtin, one of {', '.join(CATEGORIES)}, nor a file that exists")
-    return render_set(config, path.stem, read_items(path)[: config.bench.samples])
+    name_of_set = path.name if path.stem in ("heldout", "builtin", *CATEGORIES) else path.stem  # a file of that name is not what training walked
+    return render_set(config, name_of_set, read_items(path)[: config.bench.samples])

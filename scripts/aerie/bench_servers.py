@@ -3,15 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import os
+import signal
+import sys
+from contextlib import contextmanager
+from typing import Any, Iterator
 
 from .bench import SetBenchmark, measure
 from .bench_stats import latency, merged
 from .config import Config
-from .errors import UserError
-from .generate import accept_length
+from .errors import EXIT_INTERRUPTED, UserError
+from .generate import Prompt, accept_length
+from .paths import lock_folder
 from .servers import Server, command_line, stop_mode, watcher_record
 from .serving import launch, refuse_bad_drafter, start_in_background
+
+
+@contextmanager
+def only_benchmark(config: Config) -> Iterator[None]:
+    """One benchmark of a run at a time: two would share its servers, and each end the other's. SIGTERM and SIGHUP (not under nohup) end it as Ctrl-C does, its servers too.
+
+    Raises UserError when another one is at work, OSError when runs/<run>/bench cannot be made: before the work, not after it.
+    """
+    config.run.bench.mkdir(parents=True, exist_ok=True)
+    lock, _ = lock_folder(config.run.bench, f"another benchmark of run {config.run.name!r} is at work; wait for it, or end it")
+    before = {sign: signal.getsignal(sign) for sign in (signal.SIGTERM, signal.SIGHUP)}
+    for sign in (sign for sign, handler in before.items() if handler is not signal.SIG_IGN):
+        signal.signal(sign, lambda *_: sys.exit(EXIT_INTERRUPTED))
+    try:
+        yield
+    finally:
+        os.close(lock)
+        for sign, handler in before.items():
+            signal.signal(sign, handler)
 
 
 class BenchServers:
@@ -89,23 +113,30 @@ def parse_sweep(text: str) -> tuple[int, int, int]:
     return steps, topk, tokens
 
 
-def run_sweep(servers: BenchServers, one: SetBenchmark, settings: list[tuple[int, int, int]]) -> list[dict[str, Any]]:
-    """Each setting on a server of its own, at the highest concurrency; speed-up against the plain server's pass there."""
+def run_sweep(servers: BenchServers, one: SetBenchmark, settings: list[tuple[int, int, int]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Each setting on a server of its own, at the highest concurrency; speed-up against the plain server's pass there. And what failed: the others are measured all the same."""
     config = servers.config
     concurrency, timeout_s = max(config.bench.concurrency), config.data.request_timeout_s
-    plain, rows = one.fullest("baseline"), []
+    plain, rows, failed = one.fullest("baseline"), [], []
     if not config.bench.side_by_side:
         servers.put_away("baseline")
     for setting in settings:
-        server = servers.other_settings(setting)
-        prompts = one.prompts.prompts
-        measure(server, prompts[:concurrency], concurrency, timeout_s)  # warm-up
-        fast = measure(server, prompts, concurrency, timeout_s)
-        row = {
-            "num_steps": setting[0], "topk": setting[1], "num_draft_tokens": setting[2], "concurrency": concurrency, "tok_s": fast.tok_s,
-            "speedup": fast.tok_s / plain.tok_s, "accept_length": accept_length(fast.answers), "verifications_by_accepted": merged([answer.histogram for answer in fast.answers]),
-        }  # fmt: skip
-        if config.bench.latency:
-            row["step_ms"] = latency(measure(server, prompts[: 2 * concurrency], concurrency, timeout_s, streamed=True).answers)["step_ms"]
-        rows.append(row)
-    return rows
+        try:
+            rows.append(run_setting(servers, one.prompts.prompts, setting, concurrency, timeout_s, plain.tok_s))
+        except UserError as exc:  # a larger tree may need memory that is not there
+            failed.append(f"--sweep {','.join(map(str, setting))} was not measured: {exc}")
+    return rows, failed
+
+
+def run_setting(servers: BenchServers, prompts: list[Prompt], setting: tuple[int, int, int], concurrency: int, timeout_s: float, plain_tok_s: float) -> dict[str, Any]:
+    """One row of the sweep."""
+    server = servers.other_settings(setting)
+    measure(server, prompts[:concurrency], concurrency, timeout_s)  # warm-up
+    fast = measure(server, prompts, concurrency, timeout_s)
+    row = {
+        "num_steps": setting[0], "topk": setting[1], "num_draft_tokens": setting[2], "concurrency": concurrency, "tok_s": fast.tok_s,
+        "speedup": fast.tok_s / plain_tok_s, "accept_length": accept_length(fast.answers), "verifications_by_accepted": merged([answer.histogram for answer in fast.answers]),
+    }  # fmt: skip
+    if servers.config.bench.latency:
+        row["step_ms"] = latency(measure(server, prompts[: 2 * concurrency], concurrency, timeout_s, streamed=True).answers).get("step_ms")
+    return row

@@ -302,8 +302,8 @@ def _check_value(where: str, key: str, value: Any, hint: Any) -> Any:
         raise UserError(f"{where}: {key} = {value!r} must be auto, cpu, cuda or cuda:N")
     if key in ("server.gpus", "train.gpus") and (len(set(value)) != len(value) or min(value, default=0) < 0):
         raise UserError(f"{where}: {key} = {value} must be numbers of GPUs, 0 or more, without repeats")
-    if key == "bench.concurrency" and (not value or min(value) < 1):
-        raise UserError(f"{where}: {key} = {value} must list at least one number, each 1 or more")
+    if key == "bench.concurrency" and (not value or min(value) < 1 or len(set(value)) != len(value)):
+        raise UserError(f"{where}: {key} = {value} must list at least one number, each 1 or more, without repeats")
     if key == "target.aux_layer_ids" and (len(value) < 1 or sorted(set(value)) != value or value[0] < 0):
         raise UserError(f"{where}: {key} = {value} must be layer ids in rising order, without repeats, 0 or more")
     return value

@@ -8,12 +8,13 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Callable, Sequence
+from typing import Any, Callable, Sequence
 
 import requests
 
 from .errors import UserError
 from .samples import Sample
+from .servers import Server
 from .walk import answer_runs
 
 
@@ -70,6 +71,15 @@ def prompts_of(sample: Sample, max_new_tokens: int) -> list[Prompt]:
     ]  # fmt: skip
 
 
+def answer_of(url: str, prompt: Prompt, data: Any, seconds: float, chunks: Sequence[tuple[float, int]] = ()) -> Answer:
+    """What /generate gave. Raises UserError for what SGLang does not say: another program has the port."""
+    try:
+        meta = data["meta_info"]
+        return Answer(prompt, list(data["output_ids"]), meta.get("spec_verify_ct", 0), meta.get("spec_correct_drafts_histogram") or [], seconds, list(chunks))
+    except (TypeError, KeyError, AttributeError):
+        raise UserError(f"{url} gave no answer of SGLang to prompt {prompt.id}: {str(data)[:200]}; see which program has that port") from None
+
+
 def generate(url: str, prompt: Prompt, timeout_s: float = 600.0, session: requests.Session | None = None) -> Answer:
     """One greedy answer from /generate. Raises requests' errors when the server is gone, UserError when it refuses the prompt."""
     body = {"input_ids": prompt.input_ids, "sampling_params": {"temperature": 0.0, "max_new_tokens": prompt.max_new_tokens}}
@@ -79,9 +89,7 @@ def generate(url: str, prompt: Prompt, timeout_s: float = 600.0, session: reques
     if reply.status_code != 200:
         raise UserError(f"{url} refused prompt {prompt.id} ({len(prompt.input_ids)} tokens, {prompt.max_new_tokens} to come): {reply.status_code} "
             f"{reply.text[:200]}")
-    data = reply.json()
-    meta = data["meta_info"]
-    return Answer(prompt, data["output_ids"], meta.get("spec_verify_ct", 0), meta.get("spec_correct_drafts_histogram") or [], seconds)
+    return answer_of(url, prompt, reply.json(), seconds)
 
 
 def generate_streamed(url: str, prompt: Prompt, timeout_s: float = 600.0, session: requests.Session | None = None) -> Answer:
@@ -103,8 +111,7 @@ def generate_streamed(url: str, prompt: Prompt, timeout_s: float = 600.0, sessio
             chunks.append((time.monotonic() - start, last["meta_info"]["completion_tokens"]))
     if not chunks:
         raise requests.ConnectionError(f"{url} ended the stream without an answer")
-    meta = last["meta_info"]
-    return Answer(prompt, last["output_ids"], meta.get("spec_verify_ct", 0), meta.get("spec_correct_drafts_histogram") or [], time.monotonic() - start, chunks)
+    return answer_of(url, prompt, last, time.monotonic() - start, chunks)
 
 
 def generate_all(
@@ -131,6 +138,30 @@ def generate_all(
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return answers, time.monotonic() - start
+
+
+def ask_server(
+    server: Server, prompts: Sequence[Prompt], concurrency: int, timeout_s: float, done: Callable[[Answer], None] | None = None, one: Callable[..., Answer] = generate
+) -> tuple[list[Answer], float]:
+    """generate_all() of one of our servers. Raises UserError that names it when it stops answering, and when it is gone and another program answered in its place."""
+    answered = 0
+
+    def count(answer: Answer) -> None:
+        nonlocal answered
+        answered += 1
+        if done:
+            done(answer)
+
+    try:
+        answers, seconds = generate_all(server.url, prompts, concurrency, timeout_s, count, one)
+    except requests.RequestException as exc:
+        state = "is alive" if server.alive() else f"died: {server.last_error()}"
+        raise UserError(f"the {server.mode} server stopped answering after {answered} of {len(prompts)} requests ({type(exc).__name__}); it {state} "
+            f"(log: {server.log})") from None
+    if not server.alive():
+        raise UserError(f"the {server.mode} server died while {len(prompts)} requests were under way, and another one answers on {server.url}: {server.last_error()} "
+            f"(log: {server.log}); run the same command again")
+    return answers, seconds
 
 
 def next_token_distance(url: str, input_ids: list[int], left: int, right: int, timeout_s: float = 600.0) -> float:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Sequence
+from typing import Any, NamedTuple, Sequence
 
 from .config import Config
 from .errors import UserError
@@ -21,11 +23,19 @@ class Same(NamedTuple):
     prompts: int
 
 
+GAINS = re.compile(r"([1-9][0-9]{0,8}( [1-9][0-9]{0,8})*)?")  # an answer of walk.as_text(); one of a single token has no verification
+
+
+def length_or_none(value: Any) -> float | None:
+    """An accept length that something can be compared with. Training says 0 where its held-out answers had nothing to verify."""
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0 else None
+
+
 def read_walks(path: Path) -> dict[str, list[str]]:
     """walk.json; {} where it is missing or not as training writes it: then there is one number to compare with, over all of training's samples."""
     try:
         walks = read_report(path)["walks"]
-        return walks if all(number.isdigit() for answers in walks.values() for answer in answers for number in answer.split()) else {}
+        return walks if all(isinstance(answers, list) and all(map(GAINS.fullmatch, answers)) for answers in walks.values()) else {}
     except (UserError, KeyError, AttributeError, TypeError):
         return {}
 
@@ -43,7 +53,7 @@ class Prediction:
         """From training.json and walk.json."""
         training = read_report(config.run.drafter / "training.json", "`make train`")
         comparable = config.serve.topk == 1 and training.get("num_steps", config.serve.num_steps) == config.serve.num_steps
-        return cls(training.get("predicted_accept_length"), comparable, read_walks(config.run.drafter / WALK_FILE) if comparable else {})
+        return cls(length_or_none(training.get("predicted_accept_length")), comparable, read_walks(config.run.drafter / WALK_FILE) if comparable else {})
 
     def compare(self, answers: Sequence[Answer]) -> Same | None:
         """Over the answers to held-out prompts (prompts_of) that training walked; None when there is none."""

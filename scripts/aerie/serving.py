@@ -11,7 +11,7 @@ from typing import Any
 from .check import Check, Serving, table
 from .config import Config
 from .errors import EXIT_FAILED, UserError
-from .generate import Prompt, accept_length, generate_all, prompts_of
+from .generate import Prompt, accept_length, ask_server, prompts_of
 from .host_memory import refuse_short_memory
 from .predicted import Prediction
 from .report import read_report, versions, write_json
@@ -75,7 +75,7 @@ def warm_up_prompts(config: Config) -> list[Prompt]:
 def warm_up(config: Config, server: Server) -> str:
     """Send the warm-up chats; returns the one line that compares the accept length seen with the predicted one."""
     prompts = warm_up_prompts(config)
-    answers, _ = generate_all(server.url, prompts, min(4, len(prompts)), config.data.request_timeout_s)
+    answers, _ = ask_server(server, prompts, min(4, len(prompts)), config.data.request_timeout_s)
     tokens = sum(len(answer.output_ids) for answer in answers)
     seen = accept_length(answers)
     if server.mode != "serving":
