@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -81,7 +82,7 @@ def test_capture_parts_run_in_order_with_one_server_ahead(tmp_path: Path, gpu_pa
         return {"ratio": 0.9, "capture_tok_s": 90.0, "plain_tok_s": 100.0, "counters": {"dropped": 0}}
 
     monkeypatch.setattr(module.capture_bench, "measure", measure)
-    monkeypatch.setattr(module.capture_bench, "run_round", lambda *words: SimpleNamespace(tok_s=120.0, problems=[]))
+    monkeypatch.setattr(module.capture_bench, "run_round", lambda *words: SimpleNamespace(steady_tok_s=120.0, problems=[]))
     targets = SimpleNamespace(work=tmp_path, folder=lambda name: tmp_path, reference=lambda name: [1], prompts=[])
     parts = gpu_parts.Parts(tmp_path / "r.json", 100.0)
     run = module.Run(parts, targets, tmp_path, keys)
@@ -90,7 +91,7 @@ def test_capture_parts_run_in_order_with_one_server_ahead(tmp_path: Path, gpu_pa
     run.all()
     assert events == [
         "start one-capture", "start two-fp8", "ready one-capture", "ready two-fp8", "cost one-capture", "load one-capture", "states one-capture", "stop one-capture",
-        "ready two-fp8", "cost two-fp8", "start one-plain", "load two-fp8", "states two-fp8", "stop two-fp8", "ready one-plain", "stop one-plain",
+        "ready two-fp8", "load two-fp8", "states two-fp8", "cost two-fp8", "start one-plain", "stop two-fp8", "ready one-plain", "stop one-plain",
     ]  # fmt: skip
     assert "no number" in parts.results["two-fp8 cost"]["failed"]
     assert parts.results["one-plain cost"]["ratio"] == 0.75 and parts.results["one-plain cost"]["ratio_without_names"] == pytest.approx(100 / 120)
@@ -100,6 +101,46 @@ def test_capture_parts_run_in_order_with_one_server_ahead(tmp_path: Path, gpu_pa
     late = module.Run(gpu_parts.Parts(tmp_path / "late.json", -1.0), targets, tmp_path, keys)
     late.all()
     assert events == [] and all("skipped" in late.parts.results[f"{name}-{kind} start"] for name, kind in keys)
+
+
+def test_sigterm_ends_the_servers_of_the_capture_run(tmp_path: Path) -> None:
+    """A `timeout` around it: while rates are measured, with requests under way that would wait for a minute."""
+    code = f"""
+import sys, subprocess, threading, time
+from types import SimpleNamespace
+sys.path.insert(0, {str(ROOT / "tests" / "gpu")!r})
+import capture_gpu as module
+class Server:
+    url, log = "http://nowhere", module.Path({str(tmp_path / "server.log")!r})
+    def __init__(self):
+        self.log.write_text("log")
+        self.process = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        print("server", self.process.pid, flush=True)
+    def wait_ready(self, timeout): pass
+    def stop(self):
+        self.process.kill()
+        self.process.wait()
+def measure(*words):
+    threads = [threading.Thread(target=time.sleep, args=(60,), daemon=True) for _ in range(3)]
+    [thread.start() for thread in threads]
+    print("measuring", flush=True)
+    [thread.join() for thread in threads]
+module.config_of = lambda *words: None
+module.dump_dir = lambda config: {str(tmp_path / "dumps")!r}
+module.Targets = lambda *words: SimpleNamespace(work=None, folder=lambda name: None, reference=lambda name: [[]])
+module.capture_bench.start, module.capture_bench.measure, module.capture_bench.make_prompts = lambda *words: Server(), measure, lambda *words: []
+sys.argv = ["capture_gpu.py", {str(tmp_path / "out")!r}, "--no-patch", "--parts", "deepseek-capture"]
+module.main()
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        lines: list[str] = []
+        while "measuring" not in (line := process.stdout.readline()) and line:
+            lines.append(line)
+        process.terminate()
+        rest = process.stdout.read()
+        assert process.wait(20) == 143
+    assert '"summary"' in rest
+    assert not Path(f"/proc/{next(line for line in lines if line.startswith('server')).split()[1]}").exists()
 
 
 def test_a_benchmark_that_does_not_end_is_ended_with_what_it_started(tmp_path: Path) -> None:

@@ -40,7 +40,8 @@ if DEVICE == "cuda":  # large prefill batches go through NCCL either way; FlashI
 KINDS: dict[str, tuple[dict[str, Any], list[int]]] = {  # options, GPUs
     "tp1": ({}, [1]), "tp2": (TP2, [0, 1]), "plain": (TP2, [0, 1]), "dp": (TP2 | {"dp-size": 2, "enable-dp-attention": True}, [0, 1]),
 }  # fmt: skip
-REPEATS = 3 if DEVICE == "cuda" else 1
+REPEATS = 6 if DEVICE == "cuda" else 1
+COST_S = 50.0  # no further pair of rounds begins after that
 
 
 def config_of(work: Path, model: Path, kind: str) -> Config:
@@ -170,7 +171,7 @@ class Run:
         """Prefill with our names and without, on the same server."""
         config, server = self.configs["tp2"], self.servers["tp2"]
         requests, tokens, concurrency = LOADS[NAME]
-        return capture_bench.measure(config, server, server, capture_bench.make_prompts(config, requests, tokens), concurrency, REPEATS, min(ROUND_S, 5.0))
+        return capture_bench.measure(config, server, server, capture_bench.make_prompts(config, requests, tokens), concurrency, REPEATS, ROUND_S, COST_S)
 
     def plain_cost(self) -> dict[str, Any]:
         """The same against a server with capture off, in turns where both live."""
@@ -178,8 +179,8 @@ class Run:
         requests, tokens, concurrency = LOADS[NAME]
         prompts = capture_bench.make_prompts(config, requests, tokens)
         if "tp2" in self.servers:
-            return capture_bench.measure(config, server, self.servers["tp2"], prompts, concurrency, REPEATS, min(ROUND_S, 5.0))
-        return {"plain_tok_s": capture_bench.run_round(server, prompts, concurrency, None).tok_s}
+            return capture_bench.measure(config, server, self.servers["tp2"], prompts, concurrency, REPEATS, ROUND_S, COST_S)
+        return {"plain_tok_s": capture_bench.run_round(server, prompts, concurrency, None).steady_tok_s}
 
     def proof(self) -> dict[str, Any]:
         """argmax(lm_head(final)) against the server's own choices, near ties counted as the product does."""
