@@ -21,8 +21,9 @@ from aerie.errors import EXIT_FAILED, UserError, run_main
 from aerie.generate import Prompt, accept_length
 from aerie.lossless import in_words
 from aerie.paths import RunPaths
+from aerie.ports import port_is_free
 from aerie.report import write_report
-from aerie.servers import Server, port_is_free, stop_mode
+from aerie.servers import Server, stop_mode
 from aerie.serving import refuse_bad_drafter
 
 USED = "Aerie: the drafter uses "  # what the plugin logs at an op's first call

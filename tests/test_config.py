@@ -13,7 +13,8 @@ from aerie.config import load_config
 from aerie.errors import UserError, run_main
 from aerie.paths import CONFIGS, ROOT, RunPaths
 from aerie.report import read_report, write_json
-from aerie.servers import port_problem, start_ticks
+from aerie.ports import port_problem
+from aerie.servers import start_ticks
 
 MINIMAL = '[target]\nmodel_path = "runs/models/x"\naux_layer_ids = [1, 2, 3]\n'
 

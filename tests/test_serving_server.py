@@ -22,7 +22,8 @@ from aerie.export import export_drafter
 from aerie.identity import model_hash, tokenizer_hash
 from aerie.rid import sample_id
 from aerie.samples import Sample, write_samples
-from aerie.servers import Server, advice, port_is_free, stop_mode, watcher_record
+from aerie.ports import port_is_free
+from aerie.servers import Server, advice, stop_mode, watcher_record
 from aerie.serving import launch
 from aerie.target_weights import TargetWeights
 

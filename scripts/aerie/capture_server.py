@@ -15,7 +15,8 @@ from .errors import UserError
 from .identity import read_model_config, text_config
 from .patching import Installation
 from .rid import new_rid, sample_id
-from .servers import Server, dump_dir, port_is_free, port_of, server_args, url_of
+from .ports import port_is_free
+from .servers import Server, dump_dir, port_of, server_args, url_of
 
 MODE = "extraction"
 SELF_TEST_TOKENS = 512

@@ -7,14 +7,34 @@ import subprocess
 from typing import Mapping
 
 
-def gpu_rows(*fields: str) -> list[list[str]]:
-    """A row a GPU: index, uuid, then `fields` of `nvidia-smi --query-gpu`, without units. Empty where nvidia-smi is not there, hangs or fails."""
-    command = ["nvidia-smi", f"--query-gpu={','.join(('index', 'uuid', *fields))}", "--format=csv,noheader,nounits"]
+NOT_THERE, HANGS = 127, 124  # exit codes of ask(), as a shell and `timeout` give them
+
+
+def ask(command: list[str], timeout_s: float = 20.0) -> tuple[int, str]:
+    """(exit code, stdout) of a program; NOT_THERE and no text where it cannot be started, HANGS where it does not end in time.
+
+    Such a program is killed and not waited for: beside a GPU that fell off the bus nvidia-smi can stand in the kernel, where no signal reaches it.
+    """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, errors="replace")
+    except OSError:
+        return NOT_THERE, ""
+    try:
+        text, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return HANGS, ""
+    return process.returncode, text
+
+
+def gpu_rows(*fields: str) -> list[list[str]]:
+    """A row a GPU: index, uuid, then `fields` of `nvidia-smi --query-gpu`, without units. Empty where nvidia-smi is not there, hangs or fails.
+
+    What a driver does not tell is "[N/A]" or the like. Where a GPU is lost nvidia-smi writes a sentence in place of its row, and fails: the other rows count.
+    """
+    command = ["nvidia-smi", f"--query-gpu={','.join(('index', 'uuid', *fields))}", "--format=csv,noheader,nounits"]
+    rows = [[part.strip() for part in line.split(",")] for line in ask(command)[1].splitlines()]
+    return [row for row in rows if len(row) == 2 + len(fields) and row[0].isdecimal()]
 
 
 def visible(rows: list[list[str]], environ: Mapping[str, str] = os.environ) -> list[list[str]]:

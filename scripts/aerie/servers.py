@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,7 +18,9 @@ import requests
 from .config import Config
 from .errors import UserError
 from .gpus import visible_devices
+from .nvidia import HANGS, ask
 from .paths import ROOT, python_path
+from .ports import another_listens, port_problem
 from .report import write_json
 from .target import problem_with
 
@@ -28,6 +28,8 @@ MODES = ("extraction", "serving", "baseline", "oracle")  # capture on / target +
 OPS_LIBRARY = ROOT / "cuda" / "build" / "libaerie_drafter.so"
 CAPTURE_OFF = {"SGLANG_HS_DUMP_DIR": ""}  # an extraction server with capture off: what bench_capture.py compares with
 PORT_KEYS = {"extraction": "server.port", "serving": "serve.port", "baseline": "bench.baseline_port", "oracle": "bench.baseline_port"}
+
+SMI_PATIENCE_S = 60.0
 
 CPU_PLATFORM = ROOT / "patches" / "cpu_platform"
 DRAFTER_OPS = ROOT / "patches" / "drafter_ops"
@@ -63,7 +65,10 @@ def has_gpu() -> bool:
     """An NVIDIA GPU that this process may use (CUDA_VISIBLE_DEVICES="" hides it), asked without importing torch."""
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1") or not shutil.which("nvidia-smi"):
         return False
-    return subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False).returncode == 0
+    code, listed = ask(["nvidia-smi", "-L"], SMI_PATIENCE_S)
+    if code == HANGS:
+        raise UserError(f"nvidia-smi did not answer within {SMI_PATIENCE_S:g} s: a GPU or its driver hangs (dmesg says it as 'NVRM: Xid'); reboot, then run the same command again")
+    return code == 0 or any(line.startswith("GPU ") for line in listed.splitlines())  # where one of several is lost it lists the others, and fails
 
 
 def render_args(args: dict[str, Any]) -> list[str]:
@@ -173,28 +178,6 @@ def command_line(config: Config, mode: str) -> list[str]:
     return [sys.executable, "-m", "sglang.launch_server", *render_args(server_args(config, mode))]
 
 
-def port_problem(host: str, port: int) -> str:
-    """Why no server can listen there now, '' where one can."""
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-    except (OSError, UnicodeError):  # a name that nobody knows, or no name at all
-        return f"server.host = {host!r} is no address of this machine; set it to 127.0.0.1, 0.0.0.0 or a name that resolves"
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as exc:
-            if exc.errno == errno.EADDRINUSE:
-                return f"port {port} on {host} is in use; end what listens there, or choose another"
-            return f"no server may listen on port {port} of {host} ({exc.strerror}); choose another port, or set server.host to an address of this machine"
-    return ""
-
-
-def port_is_free(host: str, port: int) -> bool:
-    """Whether a server can listen there now."""
-    return not port_problem(host, port)
-
-
 def start_ticks(pid: int) -> int:
     """When the process started, in clock ticks since boot; 0 when it is gone. Tells a process from a later one with its number."""
     try:
@@ -238,13 +221,20 @@ def watcher_path(config: Config, mode: str) -> Path:
     return config.run.root / f"{mode}-watcher.json"
 
 
+def read_record(path: Path, *keys: str) -> dict[str, Any] | None:
+    """The record of a process, with these keys too; None where there is none, or a file that we did not write."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError, RecursionError):
+        return None
+    whole = isinstance(record, dict) and all(key in record for key in keys) and all(type(record.get(key)) is int for key in ("pid", "start_ticks"))
+    return record if whole and record["pid"] > 0 else None
+
+
 def watcher_record(config: Config, mode: str) -> dict[str, Any] | None:
     """The record of a watcher that lives, else None."""
-    try:
-        record = json.loads(watcher_path(config, mode).read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
-        return None
-    return record if process_is(record["pid"], record["start_ticks"]) else None
+    record = read_record(watcher_path(config, mode), "ready", "command", "cwd")
+    return record if record and process_is(record["pid"], record["start_ticks"]) else None
 
 
 def end_watcher(config: Config, mode: str, patience_s: float = 40.0) -> bool:
@@ -327,11 +317,10 @@ class Server:
     def find(cls, config: Config, mode: str) -> Server | None:
         """The running server of this run and mode, or None; a stale record is removed."""
         path = cls.record_path(config, mode)
-        try:
-            record = json.loads(path.read_text())
-        except (FileNotFoundError, json.JSONDecodeError):
+        record = read_record(path, "url", "log", "command")
+        if record is None:
             return None
-        if not record.get("pid") or start_ticks(record["pid"]) != record.get("start_ticks"):
+        if not process_is(record["pid"], record["start_ticks"]):
             path.unlink(missing_ok=True)
             return None
         return cls(config, mode, None, record)
@@ -368,11 +357,16 @@ class Server:
         return start_ticks(self.record["pid"]) == self.record["start_ticks"]
 
     def healthy(self, timeout_s: float = 5.0) -> bool:
-        """Whether it answers /health with 200 now."""
+        """Whether it answers /health with 200 now. Another program's answer does not count: one can take the port while ours still loads."""
         try:
-            return requests.get(f"{self.url}/health", timeout=timeout_s).status_code == 200
+            answers = requests.get(f"{self.url}/health", timeout=timeout_s).status_code == 200
         except requests.RequestException:
             return False
+        return answers and not self.replaced()
+
+    def replaced(self) -> bool:
+        """Whether another program listens on its port, and it does not."""
+        return another_listens(int(self.url.rpartition(":")[2]), self.record["pid"])
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
         """Wait until /health answers 200. Raises UserError with the log's last telling line when it dies or takes too long (then it is ended)."""
@@ -383,8 +377,9 @@ class Server:
                 self.stop()
                 raise UserError(f"the {self.mode} server ended while starting: {reason} (log: {self.log})")
             if time.monotonic() > deadline:
+                taken = f"another program listens on {self.url}; " if self.replaced() else ""
                 self.stop()
-                raise UserError(f"the {self.mode} server was not ready within {timeout_s or self.config.server.ready_timeout_s:.0f} s; see {self.log}, or raise server.ready_timeout_s")
+                raise UserError(f"{taken}the {self.mode} server was not ready within {timeout_s or self.config.server.ready_timeout_s:.0f} s; see {self.log}, or raise server.ready_timeout_s")
             time.sleep(0.3)
 
     def last_error(self) -> str:
@@ -393,7 +388,7 @@ class Server:
             lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         except FileNotFoundError:
             return "no log was written"
-        telling = [line for line in lines if "Error" in line or "error:" in line or "Exception" in line or "out of memory" in line]
+        telling = [line for line in lines if "Error" in line or "Errno" in line or "error:" in line or "Exception" in line or "out of memory" in line]
         reason = (telling or [f"no error in its log, which ends with: {line}" for line in lines[-1:]] or ["the log is empty"])[-1][-300:]
         code = self.process.poll() if self.process is not None else None
         if code is not None and code < 0:

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from ..nvidia import gpu_rows, visible
+from ..nvidia import ask, gpu_rows, visible
 from ..paths import ROOT
 
 GIB = 1 << 30
@@ -49,17 +48,6 @@ class Result:
     name: str
     detail: str = ""
     todo: str = ""
-
-
-def run(command: list[str], timeout_s: float = 20.0) -> tuple[int, str]:
-    """(exit code, stdout); 127 and an empty text when the program is not there, 124 when it hangs."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
-    except (FileNotFoundError, PermissionError):
-        return 127, ""
-    except subprocess.TimeoutExpired:
-        return 124, ""
-    return done.returncode, done.stdout
 
 
 def pins() -> dict[str, str]:
@@ -115,7 +103,7 @@ class Facts:
     def gather(cls, python: str, config_name: str, run_name: str, overrides: list[str]) -> Facts:
         default = ROOT / ".venv" / "bin" / "python"
         python = python or (str(default) if default.exists() else sys.executable)
-        code, text = run([python, "-c", PROBE, ",".join({*pins(), "triton", "flashinfer-python", "sglang-kernel"})], 60)
+        code, text = ask([python, "-c", PROBE, ",".join({*pins(), "triton", "flashinfer-python", "sglang-kernel"})], 60)
         probe = json.loads(text) if code == 0 and text.strip() else None
         config, error = None, ""
         try:
@@ -132,7 +120,7 @@ class Facts:
         rows = gpu_rows("name", "compute_cap", "memory.total", "memory.used", "driver_version")
         shown = visible(rows)
         self.hidden = len(rows) - len(shown)
-        bars = [int(value) << 20 for value in re.findall(r"BAR1 Memory Usage\s+Total\s+: (\d+) MiB", run(["nvidia-smi", "-q", "-d", "MEMORY"])[1])]
+        bars = [int(value) << 20 for value in re.findall(r"BAR1 Memory Usage\s+Total\s+: (\d+) MiB", ask(["nvidia-smi", "-q", "-d", "MEMORY"])[1])]
         for row in shown:
             index, _, name, capability, total, used, driver = row
             major, _, minor = capability.partition(".")

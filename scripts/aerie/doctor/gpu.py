@@ -7,8 +7,9 @@ import re
 from pathlib import Path
 from typing import Iterator
 
+from ..nvidia import HANGS, NOT_THERE, ask
 from . import sm120
-from .checks import GIB, Facts, Result, run, version_tuple
+from .checks import GIB, Facts, Result, version_tuple
 from .needs import for_gpus, ranks_of
 
 # Lowest driver by CUDA major.minor (NVIDIA's CUDA compatibility table, Linux).
@@ -19,10 +20,10 @@ XID = {8: "the GPU stopped answering", 13: "a kernel's illegal instruction or ac
 
 def check_driver(facts: Facts) -> Iterator[Result]:
     if not facts.gpus:
-        code, _ = run(["nvidia-smi", "-L"])
+        code, _ = ask(["nvidia-smi", "-L"])
         if facts.hidden:
             yield Result(None, "NVIDIA driver", f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r} hides all {facts.hidden} GPUs: everything runs on the CPU", "unset it to use them")
-        elif code == 127:
+        elif code == NOT_THERE:
             enough = "which is enough for the demo and the tests" + (f", not for {facts.config.path.name}" if for_gpus(facts) else "")
             yield Result(None, "NVIDIA driver", f"none here: everything runs on the CPU, {enough}")
         else:
@@ -68,7 +69,7 @@ def check_enough_gpus(facts: Facts) -> Iterator[Result]:
 
 def matrix(*words: str) -> list[list[str]]:
     """A matrix of `nvidia-smi topo`: each GPU's row without its name. Some of them are indented."""
-    rows = [line.split() for line in run(["nvidia-smi", "topo", *words])[1].splitlines()]
+    rows = [line.split() for line in ask(["nvidia-smi", "topo", *words])[1].splitlines()]
     return [row[1:] for row in rows if len(row) > 1 and re.fullmatch(r"GPU\d+", row[0]) and not row[1].startswith("GPU")]
 
 
@@ -105,7 +106,7 @@ def check_hmm(facts: Facts) -> Iterator[Result]:
 def check_messages(facts: Facts) -> Iterator[Result]:
     if not facts.gpus:
         return
-    code, text = run(["dmesg"])
+    code, text = ask(["dmesg"])
     if code:
         yield Result(None, "driver messages", "dmesg may not be read here; look for 'NVRM: Xid' as root")
         return

@@ -6,8 +6,9 @@ import shutil
 import sys
 from typing import Iterator
 
+from ..nvidia import ask
 from ..paths import ROOT
-from .checks import Facts, Result, pins, run, version_tuple
+from .checks import Facts, Result, pins, version_tuple
 
 
 def check_python(facts: Facts) -> Iterator[Result]:
@@ -57,7 +58,7 @@ def check_patch(facts: Facts) -> Iterator[Result]:
     script = ROOT / "scripts" / "00_apply_patch.sh"
     if facts.probe is None or not facts.version("sglang"):
         return
-    code, text = run(["env", f"PY={facts.python}", str(script), "--check"], 120)
+    code, text = ask(["env", f"PY={facts.python}", str(script), "--check"], 120)
     yield Result(code == 0, "capture patch", text.strip().splitlines()[-1] if text.strip() else "its state could not be read", "run scripts/00_apply_patch.sh")
 
 
@@ -66,7 +67,7 @@ def check_ops(facts: Facts) -> Iterator[Result]:
     library = ROOT / "cuda" / "build" / "libaerie_drafter.so"
     version = ""
     if nvcc:
-        words = run([nvcc, "--version"])[1].partition("release ")[2]
+        words = ask([nvcc, "--version"])[1].partition("release ")[2]
         version = words.split(",")[0]
         enough = version_tuple(version) >= (12, 8)
         yield Result(enough if facts.gpus else None, "nvcc", f"{version} ({nvcc})", "sm_120 needs nvcc 12.8 or later")
