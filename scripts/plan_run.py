@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from aerie import plan as planning
-from aerie.config import Config, add_config_arguments, config_from_args
+from aerie.config import AT_MOST, Config, add_config_arguments, config_from_args
 from aerie.errors import UserError, run_main
 from aerie.nvidia import gpu_rows, visible
 from aerie.report import read_report, write_report
@@ -36,6 +36,17 @@ def gpus_here() -> list[float]:
         raise UserError(f"nvidia-smi lists no GPU that CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r} shows; set it right, or plan with --gpus and --gpu-gib")
     overhead = planning.CONTEXT_GIB + (planning.NCCL_GIB if len(rows) > 1 else 0)
     return [float(row[2]) * (1 << 20) - overhead * GIB for row in rows]
+
+
+def refuse_odd_words(args: argparse.Namespace) -> None:
+    """Raise UserError for a machine that cannot be, and for a named file that is not there."""
+    if args.gpus is not None and args.gpus < 1:
+        raise UserError(f"--gpus {args.gpus} must be 1 or more; leave it out to plan for the GPUs here")
+    if args.gpu_gib is not None and not 0 < args.gpu_gib <= AT_MOST["plan.gpu_gib"]:
+        raise UserError(f"--gpu-gib {args.gpu_gib:g} must be above 0 and at most {AT_MOST['plan.gpu_gib']}")
+    for flag, name in (("--server-log", args.server_log), ("--train-report", args.train_report), ("--bench-train", args.bench_train)):
+        if name and not Path(name).is_file():
+            raise UserError(f"{flag} {name} is no file; name the one that was written")
 
 
 def choose_hardware(config: Config, args: argparse.Namespace) -> tuple[int, float, str]:
@@ -124,13 +135,15 @@ def compare(plan: planning.Plan, config: Config, shape: Shape, args: argparse.Na
             rows.append(("training: peak of one GPU", plan.total("training, one GPU"), peak))
     if args.bench_train:  # those of its sizes that have this config's drafter
         count = sum(planning.drafter_parameters(config, shape).values())
-        for result in read_report(Path(args.bench_train), "bench_train.py").get("results", []):
-            if "peak_gb" in result and abs(result["parameters"] / count - 1) < 0.002 and not result.get("checkpointing"):
-                parts = planning.training_parts(config, shape, result["tokens"], result["supervised_rows"] / result["tokens"], loss_kernel=loss_kernel(config))
-                rows.append((f"training: size {result['size']}, share {result['share']}", sum(part.bytes for part in parts), result["peak_gb"] * GIB))
-    manifest = config.run.store / "manifest.json"
-    if manifest.is_file():
-        shards = sum(path.stat().st_size for path in config.run.store.glob("shard-*.safetensors"))
+        try:
+            for result in read_report(Path(args.bench_train), "bench_train.py")["results"]:
+                if "peak_gb" in result and abs(result["parameters"] / count - 1) < 0.002 and not result.get("checkpointing"):
+                    parts = planning.training_parts(config, shape, result["tokens"], result["supervised_rows"] / result["tokens"], loss_kernel=loss_kernel(config))
+                    rows.append((f"training: size {result['size']}, share {result['share']}", sum(part.bytes for part in parts), result["peak_gb"] * GIB))
+        except (LookupError, TypeError, AttributeError, ZeroDivisionError) as exc:
+            raise UserError(f"--bench-train {args.bench_train} is not a report of bench_train.py ({exc!r})") from None
+    shards = sum(path.stat().st_size for path in config.run.store.glob("shard-*.safetensors"))
+    if shards and not config.extract.keep_gb:  # streaming deletes what is trained on
         rows.append(("store: bytes on disk", next(part.bytes for part in plan.disk if part.name == "store"), shards))
     return rows
 
@@ -147,6 +160,7 @@ def main() -> int:
     parser.add_argument("--bench-train", default="", metavar="FILE", help="with --compare: bench_train.py's report; sizes whose drafter is this config's are compared")
     parser.add_argument("--report", default="", metavar="FILE", help="write the plan as JSON")
     args = parser.parse_args()
+    refuse_odd_words(args)
     config = config_from_args(args)
     shape = planning.shape_of(config)
     amounts = planning.read_amounts(config)

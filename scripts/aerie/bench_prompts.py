@@ -15,7 +15,7 @@ from .identity import read_model_config, text_config
 from .paths import CONFIGS, resolve_input
 from .render import ChatTokenizer
 from .samples import SampleFile
-from .servers import server_args
+from .servers import option_number, server_args
 
 BUILTIN = CONFIGS / "bench_prompts"
 CATEGORIES = ("chat", "code", "maths", "extraction", "translation", "long_context")
@@ -90,7 +90,7 @@ def in_turn(groups: Iterable[list[Item]], count: int) -> list[Item]:
 
 def longest_context(config: Config) -> int:
     """Tokens a request may have on this config's servers, prompt and answer together."""
-    return int(server_args(config, "serving").get("context-length", 0)) or context_length(text_config(read_model_config(config.model_path)))
+    return option_number(server_args(config, "serving"), "context-length", default=0) or context_length(text_config(read_model_config(config.model_path)))
 
 
 def render_set(config: Config, name: str, items: list[Item]) -> PromptSet:

@@ -243,7 +243,8 @@ POSITIVE = {
 LARGEST = 2**31 - 1  # of any whole number: PyTorch and SGLang read no more in most places
 AT_MOST = {
     "data.top_p": 1, "data.concurrency": 4096, "extract.max_in_flight": 4096, "train.ttt_steps": 64, "train.epochs": 10_000, "train.threads": 1024, "train.min_lr_ratio": 1,
-    "train.warmup_ratio": 1, "train.weight_decay": 1, "serve.num_steps": 64, "serve.topk": 64,
+    "train.warmup_ratio": 1, "train.weight_decay": 1, "serve.num_steps": 64, "serve.topk": 64, "plan.supervised": 1, "plan.gpu_gib": 100_000,
+    "plan.tokens_per_sample": LARGEST,
 }  # fmt: skip
 PORTS = {"server.port", "serve.port", "bench.baseline_port"}
 

@@ -18,6 +18,7 @@ from .gpus import apart
 from .paths import resolve_input
 from .report import read_report
 from .samples import SampleFile
+from .servers import option_number
 from .shapes import FLOAT_BYTES, Shape, load_shape
 from .store_files import supervised_rows
 
@@ -143,7 +144,7 @@ def drafter_config(config: Config, shape: Shape) -> dict[str, Any]:
     draft = config.draft
     heads = draft.num_attention_heads or shape.heads
     found = {
-        "hidden_size": draft.hidden_size or shape.hidden, "intermediate_size": draft.intermediate_size or shape.config["intermediate_size"], "num_hidden_layers": 1,
+        "hidden_size": draft.hidden_size or shape.hidden, "intermediate_size": draft.intermediate_size or shape.inner, "num_hidden_layers": 1,
         "num_attention_heads": heads, "num_key_value_heads": draft.num_key_value_heads or (heads if shape.is_mla else shape.kv_heads),
         "head_dim": draft.head_dim or (128 if shape.is_mla else shape.head_dim), "draft_vocab_size": min(draft.vocab_size, shape.vocab),
         "fc_norm": draft.fc_norm, "norm_before_fc": draft.norm_before_fc,
@@ -172,20 +173,27 @@ def drafter_kv(config: Config, shape: Shape, tp: int) -> float:
     return 2 * max(drafter["num_key_value_heads"] / tp, 1) * drafter["head_dim"]
 
 
+def ranks_of(args: dict[str, Any]) -> int:
+    """GPUs that share the weights."""
+    return option_number(args, "tp-size", "tp", "tensor-parallel-size", default=1)
+
+
 def plan_server(plan: Plan, config: Config, shape: Shape, mode: str, args: dict[str, Any]) -> None:
     """Adds the phase `mode` (extraction, serving): static share (weights, KV) and what must fit beside it."""
-    tp = int(args.get("tp-size", args.get("tp", 1)))
+    tp = ranks_of(args)
     if tp > plan.gpus:
         plan.refusals.append(f"{mode}: server.args.tp-size = {tp} needs {tp} GPUs, and {plan.gpus} are there")
         return
     dtype = config.target.dtype
     size = FLOAT_BYTES.get(dtype, 2)
     free = plan.gpu_bytes
-    chunk = int(args.get("chunked-prefill-size", 8192))
-    running = int(args.get("max-running-requests", 32))
-    context = int(args.get("context-length", shape.context or 4096))
-    fraction = args.get("mem-fraction-static")
-    share = free * float(fraction) if fraction is not None else max(free - DEFAULT_FRACTION_RESERVE_GIB * GIB, 0)
+    running = option_number(args, "max-running-requests", default=32)
+    context = option_number(args, "context-length", default=shape.context or 4096)
+    chunk = option_number(args, "chunked-prefill-size", default=8192, least=-1)
+    if chunk <= 0:  # SGLang prefills whole prompts then, several at once up to max-prefill-tokens
+        chunk = max(option_number(args, "max-prefill-tokens", default=16384), min(config.data.max_tokens + 1, context))
+    fraction = option_number(args, "mem-fraction-static", default=0, least=0.01, most=1, whole=False)
+    share = free * fraction if fraction else max(free - DEFAULT_FRACTION_RESERVE_GIB * GIB, 0)
     weights = shape.weight_bytes(tp, dtype)
     parts = [Part(f"weights: {name}", value) for name, value in weights.items()]
     kv = shape.kv_bytes(tp, dtype, str(args.get("kv-cache-dtype", "auto")))
@@ -193,13 +201,13 @@ def plan_server(plan: Plan, config: Config, shape: Shape, mode: str, args: dict[
         drafter = drafter_parameters(config, shape)
         parts.append(Part("weights: drafter", sum(drafter.values()) * size / tp, f"{sum(drafter.values()) / 1e9:.2f} B parameters over {tp}"))
         kv += drafter_kv(config, shape, tp) * size
-    graphs = Part("decode graphs", 0.0 if args.get("disable-cuda-graph") else 0.4 * GIB + int(args.get("cuda-graph-max-bs-decode", 32)) * 2 * (1 << 20))
+    graphs = Part("decode graphs", 0.0 if args.get("disable-cuda-graph") else 0.4 * GIB + option_number(args, "cuda-graph-max-bs-decode", default=32) * 2 * (1 << 20))
     if not shape.is_mla:  # sized after graphs were captured, so they come off the static share (kv_pool_runtime.py); with MLA before
         parts.append(graphs)
     pool = share - sum(part.bytes for part in parts)
     tokens = int(pool / kv)
     if "max-total-tokens" in args:
-        tokens = min(tokens, int(args["max-total-tokens"]))
+        tokens = min(tokens, option_number(args, "max-total-tokens", default=tokens))
     parts.append(Part("KV", max(tokens, 0) * kv, f"{max(tokens, 0):,} tokens of {kv / 1024:.1f} KB"))
     beside = [Part("activations of a chunk", activation_bytes(shape, chunk, tp, size) * ALLOCATOR, f"{chunk:,} tokens"),
               Part("logits and sampling", 3 * running * shape.vocab * 4),
@@ -367,7 +375,7 @@ def make_plan(config: Config, shape: Shape, amounts: Amounts, *, gpus: int, gpu_
         plan_server(plan, config, shape, "extraction", extraction_args)
         plan_server(plan, config, shape, "serving", serving_args)
         plan_training(plan, config, shape, amounts.final_rows / max(amounts.tokens, 1), loss_kernel)
-        plan_streaming(plan, config, int(extraction_args.get("tp-size", extraction_args.get("tp", 1))))
+        plan_streaming(plan, config, ranks_of(extraction_args))
     plan_disk(plan, config, shape, amounts, disk_free, dumps_free)
     plan_hours(plan, config, amounts)
     longest = max(config.target.aux_layer_ids)

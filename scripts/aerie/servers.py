@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -135,6 +136,21 @@ def server_args(config: Config, mode: str) -> dict[str, Any]:
         if serve.draft_attention_backend:
             args["speculative-draft-attention-backend"] = serve.draft_attention_backend
     return args
+
+
+def option_number(args: dict[str, Any], *names: str, default: float, least: float = 1, most: float = math.inf, whole: bool = True) -> Any:
+    """An option of SGLang by its names, as a number; `default` where it is not given. Raises UserError that names it where it is none, or out of bounds."""
+    name = next((name for name in names if name in args), None)
+    if name is None:
+        return default
+    try:
+        number = float(args[name]) if isinstance(args[name], (int, float, str)) and not isinstance(args[name], bool) else math.nan
+    except (ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number) or not least <= number <= most or (whole and number != int(number)):
+        bounds = f"{least:g} or more" if most == math.inf else f"{least:g} to {most:g}"
+        raise UserError(f"the SGLang option {name} = {args[name]!r} must be a {'whole ' if whole else ''}number, {bounds}; set it right in server.args or serve.args")
+    return int(number) if whole else number
 
 
 def inherited_env(mode: str) -> dict[str, str]:

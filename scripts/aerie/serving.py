@@ -16,7 +16,7 @@ from .host_memory import refuse_short_memory
 from .predicted import Prediction
 from .report import read_report, versions, write_json
 from .samples import SampleFile
-from .servers import Server, has_gpu, server_args, start_ticks, watcher_path, watcher_record
+from .servers import Server, has_gpu, option_number, server_args, start_ticks, watcher_path, watcher_record
 
 BACKGROUND = "AERIE_BACKGROUND"  # in the environment of a script that start_in_background() started: no Ctrl-C reaches it
 WARM_UP_CHATS = 8
@@ -28,7 +28,7 @@ def serving_of(config: Config, store: dict[str, Any]) -> Serving:
     args = server_args(config, "serving")
     return Serving(
         dtype=str(args.get("dtype", "auto")),
-        context_length=int(args.get("context-length", 0)),
+        context_length=option_number(args, "context-length", default=0),
         quantization=str(args.get("quantization", "")),
         draft_quantization=str(args.get("speculative-draft-model-quantization", "")),
         attention_backend=str(args.get("attention-backend", "")),

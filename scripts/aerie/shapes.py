@@ -20,10 +20,10 @@ FLOAT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 def _number(config: dict[str, Any], *names: str, default: int | None = None) -> int:
     for name in names:
-        if isinstance(config.get(name), int):
+        if isinstance(config.get(name), int) and config[name] >= (1 if default is None else 0):
             return config[name]
     if default is None:
-        raise UserError(f"the model's config.json has no {names[0]}; the plan cannot be computed for it")
+        raise UserError(f"the model's config.json has no {names[0]} above 0; the plan cannot be computed for it")
     return default
 
 
@@ -44,15 +44,18 @@ def read_quantisation(config: dict[str, Any]) -> Quantisation | None:
     raw = config.get("quantization_config") or config.get("compression_config")
     if not raw:
         return None
-    method = raw.get("quant_method", "")
-    if method == "fp8":
-        block = raw.get("weight_block_size")
-        return Quantisation(1 + (4 / (block[0] * block[1]) if block else 0), tuple(raw.get("modules_to_not_convert") or ()))
-    if method == "compressed-tensors":
-        weights = next(iter(raw["config_groups"].values()))["weights"]
-        group = weights.get("group_size") or 0
-        return Quantisation(weights["num_bits"] / 8 + (2 / group if group > 0 else 0), tuple(raw.get("ignore") or ()))
-    raise UserError(f"quantisation {method!r} is not known to the plan (fp8, compressed-tensors); say what a GPU holds with --weights-gib")
+    try:
+        method = raw.get("quant_method", "")
+        if method == "fp8":
+            block = raw.get("weight_block_size")
+            return Quantisation(1 + (4 / (block[0] * block[1]) if block else 0), tuple(raw.get("modules_to_not_convert") or ()))
+        if method == "compressed-tensors":
+            weights = next(iter(raw["config_groups"].values()))["weights"]
+            group = weights.get("group_size") or 0
+            return Quantisation(weights["num_bits"] / 8 + (2 / group if group > 0 else 0), tuple(raw.get("ignore") or ()))
+    except (AttributeError, LookupError, TypeError, StopIteration, ZeroDivisionError):
+        raise UserError(f"the model's quantization_config cannot be read ({str(raw)[:200]}); the plan cannot be computed for it") from None
+    raise UserError(f"quantisation {method!r} is not known to the plan (fp8, compressed-tensors), which cannot be computed for it")
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,10 @@ class Shape:
     @property
     def hidden(self) -> int:
         return _number(self.config, "hidden_size")
+
+    @property
+    def inner(self) -> int:
+        return _number(self.config, "intermediate_size")
 
     @property
     def layers(self) -> int:
