@@ -9,7 +9,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from aerie.doctor import gpu, machine, python_side
-from aerie.doctor.checks import Facts, Result, print_results
+from aerie.doctor.checks import Facts, Result, print_results, results_of
 from aerie.errors import run_main
 
 
@@ -23,7 +23,7 @@ def main() -> int:
     facts = Facts.gather(args.python, args.config, args.run, args.overrides)
     results: list[Result] = []
     for title, checks in (("Python and packages", python_side.CHECKS), ("GPUs and driver", gpu.CHECKS), ("Machine", machine.CHECKS)):
-        found = [result for check in checks for result in check(facts)]
+        found = [result for check in checks for result in results_of(check, facts)]
         print_results(title, found)
         results += found
     wrong = [result for result in results if result.ok is False]

@@ -34,6 +34,9 @@ def gpus_here() -> list[float]:
     rows = visible(gpu_rows("memory.total"))
     if not rows:
         raise UserError(f"nvidia-smi lists no GPU that CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r} shows; set it right, or plan with --gpus and --gpu-gib")
+    for row in rows:
+        if not re.fullmatch(r"[\d.]+", row[2]):
+            raise UserError(f"nvidia-smi does not say the memory of GPU {row[0]} ({row[2]}); plan with --gpus and --gpu-gib")
     overhead = planning.CONTEXT_GIB + (planning.NCCL_GIB if len(rows) > 1 else 0)
     return [float(row[2]) * (1 << 20) - overhead * GIB for row in rows]
 

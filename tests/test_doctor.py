@@ -22,7 +22,7 @@ case "$*" in
   *"-d MEMORY"*) cat "$(dirname "$0")/memory.txt" ;;
   *"topo -m"*) cat "$(dirname "$0")/topo.txt" ;;
   *"topo -p2p r"*) cat "$(dirname "$0")/p2p.txt" ;;
-  -L) cut -d, -f3 "$(dirname "$0")/gpus.txt" ;;
+  -L) sed -E 's/^([0-9]+), ([^,]*), ([^,]*),.*/GPU \1: \3 (UUID: \2)/' "$(dirname "$0")/gpus.txt" ;;
 esac
 """
 

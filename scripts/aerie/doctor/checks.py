@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable, Iterator
 
 from ..errors import UserError
 from ..nvidia import ask, gpu_rows, visible
@@ -61,8 +61,8 @@ class Gpu:
 
     index: int
     name: str
-    capability: tuple[int, int]
-    total: int  # bytes
+    capability: tuple[int, int]  # (0, 0): not said
+    total: int  # bytes; 0: not said
     used: int
     bar1: int  # bytes of BAR1; 0: not said
 
@@ -78,6 +78,7 @@ class Facts:
     driver: str = ""
     gpus: list[Gpu] = field(default_factory=list)  # those that CUDA_VISIBLE_DEVICES leaves
     hidden: int = 0  # how many it does not
+    smi_says: str = ""  # a sentence of nvidia-smi in place of a GPU: one that is lost, or a driver that does not run
 
     @property
     def sm120(self) -> bool:
@@ -104,7 +105,11 @@ class Facts:
         default = ROOT / ".venv" / "bin" / "python"
         python = python or (str(default) if default.exists() else sys.executable)
         code, text = ask([python, "-c", PROBE, ",".join({*pins(), "triton", "flashinfer-python", "sglang-kernel"})], 60)
-        probe = json.loads(text) if code == 0 and text.strip() else None
+        try:
+            probe = json.loads(text.strip().rpartition("\n")[2]) if code == 0 else None
+        except ValueError:  # a program that is no Python
+            probe = None
+        probe = probe if isinstance(probe, dict) else None
         config, error = None, ""
         try:
             from ..config import load_config  # needs Python 3.11 (tomllib)
@@ -125,8 +130,10 @@ class Facts:
             index, _, name, capability, total, used, driver = row
             major, _, minor = capability.partition(".")
             place = rows.index(row)
-            self.gpus.append(Gpu(int(index), name, (int(major), int(minor or 0)), int(float(total)) << 20, int(float(used)) << 20, bars[place] if place < len(bars) else 0))
+            self.gpus.append(Gpu(int(index), name, (number(major), number(minor)), number(total) << 20, number(used) << 20, bars[place] if place < len(bars) else 0))
             self.driver = driver
+        listed = ask(["nvidia-smi", "-L"])[1].splitlines()
+        self.smi_says = next((line.strip() for line in listed if line.strip() and not re.match(r"GPU \d+:| +MIG ", line)), "")
 
 
 def version_tuple(text: str) -> tuple[int, ...]:
@@ -134,11 +141,25 @@ def version_tuple(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", text))
 
 
+def number(text: str) -> int:
+    """A whole number of nvidia-smi; 0 for "[N/A]" and the like."""
+    found = re.match(r"\d+", text)
+    return int(found[0]) if found else 0
+
+
 def free_bytes(path: Path) -> int:
     """Free bytes of the disk that holds `path` or its nearest parent."""
     while not path.exists():
         path = path.parent
     return shutil.disk_usage(path).free
+
+
+def results_of(check: Callable[[Facts], Iterator[Result]], facts: Facts) -> Iterator[Result]:
+    """What a check yields; a path or a file that it cannot use is a cross too, and the other checks go on."""
+    try:
+        yield from check(facts)
+    except (UserError, OSError) as exc:
+        yield Result(False, check.__name__.removeprefix("check_").replace("_", " "), str(exc))
 
 
 def print_results(title: str, results: list[Result]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Iterator
 
@@ -26,8 +27,11 @@ def check_driver(facts: Facts) -> Iterator[Result]:
         elif code == NOT_THERE:
             enough = "which is enough for the demo and the tests" + (f", not for {facts.config.path.name}" if for_gpus(facts) else "")
             yield Result(None, "NVIDIA driver", f"none here: everything runs on the CPU, {enough}")
+        elif code == HANGS:
+            yield Result(False, "NVIDIA driver", "nvidia-smi does not answer: a GPU or its driver hangs", "reboot; after it the same make command goes on where it stopped")
         else:
-            yield Result(False, "NVIDIA driver", "nvidia-smi is there and lists no GPU", "load the driver (dmesg says why it did not), or in a container pass the GPUs in (--gpus all)")
+            says = f" ({facts.smi_says})" if facts.smi_says else ""
+            yield Result(False, "NVIDIA driver", f"nvidia-smi is there and lists no GPU{says}", "load the driver (dmesg says why it did not), or in a container pass the GPUs in (--gpus all)")
         return
     cuda = version_tuple((facts.probe or {}).get("torch_cuda") or "")[:2]
     least = next((driver for known, driver in sorted(DRIVERS.items(), reverse=True) if cuda >= known), None)
@@ -37,13 +41,16 @@ def check_driver(facts: Facts) -> Iterator[Result]:
 
 
 def check_gpus(facts: Facts) -> Iterator[Result]:
+    if facts.gpus and facts.smi_says:
+        yield Result(False, "nvidia-smi", f"says in place of a GPU: {facts.smi_says}", "driver messages below may say why; a GPU that fell off the bus comes back with a reboot")
     if facts.gpus and facts.hidden:
         shown = os.environ.get("CUDA_VISIBLE_DEVICES")
         yield Result(None, "CUDA_VISIBLE_DEVICES", f"{shown!r} leaves {len(facts.gpus)} of {len(facts.gpus) + facts.hidden} GPUs; server.gpus and train.gpus count among these", "unset it to use all")
     kinds = {(gpu.name, gpu.capability, gpu.total) for gpu in facts.gpus}
     for name, capability, total in sorted(kinds):
         same = [gpu.index for gpu in facts.gpus if (gpu.name, gpu.capability, gpu.total) == (name, capability, total)]
-        yield Result(capability >= (8, 0), f"{len(same)} x {name}", f"SM{capability[0]}{capability[1]}, {total / GIB:.1f} GiB each", "Aerie needs SM80 or later")
+        said = (f"SM{capability[0]}{capability[1]}" if capability > (0, 0) else "capability not said", f"{total / GIB:.1f} GiB each" if total else "memory not said (make plan: give --gpu-gib)")
+        yield Result(capability >= (8, 0) or (None if capability == (0, 0) else False), f"{len(same)} x {name}", ", ".join(said), "Aerie needs SM80 or later")
     if len(kinds) > 1:
         yield Result(None, "GPUs", "are not all alike: SGLang sizes everything by the smallest; CUDA_VISIBLE_DEVICES chooses among them")
     busy = {gpu.index: gpu.used for gpu in facts.gpus if gpu.used > 2 * GIB}
@@ -104,7 +111,7 @@ def check_hmm(facts: Facts) -> Iterator[Result]:
 
 
 def check_messages(facts: Facts) -> Iterator[Result]:
-    if not facts.gpus:
+    if not facts.gpus and not shutil.which("nvidia-smi"):
         return
     code, text = ask(["dmesg"])
     if code:

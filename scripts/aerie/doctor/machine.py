@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import resource
-import socket
 import struct
 from pathlib import Path
 from typing import Iterator
 
-from ..paths import runs_dir
+from ..errors import UserError
+from ..paths import expanded, runs_dir
+from ..ports import port_problem
 from .checks import GIB, Facts, Result, free_bytes
 from .needs import LEAST_DISK, for_gpus
 
@@ -34,9 +35,12 @@ def check_memory(facts: Facts) -> Iterator[Result]:
 
 
 def check_space(facts: Facts) -> Iterator[Result]:
-    free, planned = free_bytes(runs_dir()), facts.needs
+    runs = runs_dir()
+    if not (there := next(folder for folder in (runs, *runs.parents) if os.path.lexists(folder))).is_dir():
+        raise UserError(f"{there} is no folder; set AERIE_RUNS_DIR to one on a large disk, or unset it")
+    free, planned = free_bytes(runs), facts.needs
     needed = max(LEAST_DISK, planned.disk if planned else 0)
-    detail, todo = f"{free / 1e9:,.0f} GB free for {runs_dir()}", "the demo needs 20 GB; AERIE_RUNS_DIR points runs at another disk; `make plan CONFIG=...` says what a run needs"
+    detail, todo = f"{free / 1e9:,.0f} GB free for {runs}", "the demo needs 20 GB; AERIE_RUNS_DIR points runs at another disk; `make plan CONFIG=...` says what a run needs"
     if planned and planned.disk > LEAST_DISK:
         detail += f", {facts.config.path.name} needs {planned.disk / 1e9:,.0f} GB"
         todo = "`make plan CONFIG=...` says for what; AERIE_RUNS_DIR points runs at another disk; extract.dtype = \"fp8\" takes half; `make stream` (extract.keep_gb) never holds it all"
@@ -45,7 +49,7 @@ def check_space(facts: Facts) -> Iterator[Result]:
         detail += f"; what {facts.config.path.name} needs cannot be computed yet"
     yield Result(False if free < needed else None if unknown else True, "disk", detail, todo)
     shm = Path("/dev/shm")
-    folder = Path(facts.config.server.dump_dir) if facts.config and facts.config.server.dump_dir else shm
+    folder = expanded(facts.config.server.dump_dir).absolute() if facts.config and facts.config.server.dump_dir else shm
     if facts.gpus or folder != shm:
         room = free_bytes(folder)
         yield Result(room >= max(8 * GIB, planned.dumps if planned else 0), "dump folder", f"{room / GIB:.1f} GiB free in {folder}", "mount -o remount,size=64G /dev/shm (containers: --shm-size=64g), or set server.dump_dir to a fast disk")
@@ -67,33 +71,34 @@ def check_ports(facts: Facts) -> Iterator[Result]:
     host = facts.config.server.host
     for what, port, key in (("extraction", facts.config.server.port, "server.port"), ("serving", facts.config.serve.port, "serve.port"), ("baseline", facts.config.bench.baseline_port, "bench.baseline_port")):
         record = facts.config.run.root / f"{what}.json"
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-                yield Result(True, f"port {port}", f"free ({what})")
-            except OSError as exc:
-                if record.is_file():
-                    yield Result(None, f"port {port}", f"in use; this run's own {what} server has a record")
-                else:
-                    yield Result(False, f"port {port}", f"{exc.strerror} ({what})", f"end what listens there, or choose another: --set {key}=N")
+        problem = port_problem(host, port)
+        if not problem:
+            yield Result(True, f"port {port}", f"free ({what})")
+        elif record.is_file() and "in use" in problem:
+            yield Result(None, f"port {port}", f"in use; this run's own {what} server has a record")
+        else:
+            yield Result(False, f"port {port}", f"{problem} ({what})", f"--set {key}=N chooses another port")
 
 
 def safetensors_problem(path: Path) -> str:
     """Empty when the file is as long as its own header says; reads the header alone."""
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        start = file.read(8)
-        if len(start) < 8:
-            return "is empty"
-        length = struct.unpack("<Q", start)[0]
-        if length > size - 8:
-            return "is cut off inside its header"
-        try:
-            header = json.loads(file.read(length))
-            end = max((int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"), default=0)
-        except (ValueError, RecursionError, AttributeError, LookupError, TypeError):  # no JSON, or JSON of another kind
-            return "has a damaged header"
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            start = file.read(8)
+            if len(start) < 8:
+                return "is empty"
+            length = struct.unpack("<Q", start)[0]
+            if length > size - 8:
+                return "is cut off inside its header"
+            text = file.read(length)
+    except OSError as exc:
+        return f"cannot be read ({exc.strerror})"
+    try:
+        header = json.loads(text)
+        end = max((int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"), default=0)
+    except (ValueError, RecursionError, AttributeError, LookupError, TypeError):  # no JSON, or JSON of another kind
+        return "has a damaged header"
     return "" if size == 8 + length + end else f"has {size:,} bytes, its header says {8 + length + end:,}"
 
 
