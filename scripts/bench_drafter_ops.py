@@ -121,11 +121,17 @@ def benchmark(config: Config, args: argparse.Namespace) -> int:
                 print(f"starting the server with the ops {name} on {servers[name].url} (log: {servers[name].log})", flush=True)
         for server in own:
             server.wait_ready()
-        done = []
+        done, failed = [], []
         print("  concurrency  off tok/s  on tok/s  ratio  accept off  accept on", flush=True)
         for concurrency in sorted(args.concurrency):
             chosen = prompts[: max(16, 4 * concurrency)]
-            level, passes = measure_level(servers, chosen, concurrency, args.rounds, config.data.request_timeout_s)
+            try:
+                level, passes = measure_level(servers, chosen, concurrency, args.rounds, config.data.request_timeout_s)
+            except UserError as exc:  # what was measured is not lost
+                if not done:
+                    raise
+                failed.append(f"{concurrency} at a time was not measured: {exc}")
+                break
             done.append((level, chosen, passes))
             print(
                 f"  {level['concurrency']:>11}  {level['off_tok_s']:>9.1f}  {level['on_tok_s']:>8.1f}  {level['ratio']:>5.3f}  {level['off_accept_length']:>10.3f}"
@@ -145,7 +151,6 @@ def benchmark(config: Config, args: argparse.Namespace) -> int:
         if level["lossless"]:
             print(f"  texts at {level['concurrency']}: {in_words(level['lossless'], 'the server with the ops off', 'between its rounds', 'only one round')}")
     print(f"report: {path}")
-    failed = []
     if missing := [name for name in KERNELS if name not in used]:
         failed.append(f"{', '.join(missing)} never called ({servers['on'].log} says what was handed over instead)")
     if any(level["lossless"] is None for level in levels):

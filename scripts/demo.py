@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from aerie.config import DEFAULT_CONFIG, load_config
 from aerie.errors import run_main
-from aerie.pipeline import Pipeline, call, script_command
+from aerie.pipeline import Pipeline, call, only_pipeline, script_command
 from aerie.servers import has_gpu, refuse_busy_ports, stop_servers
 
 
@@ -28,7 +28,7 @@ def print_table(report: dict, seconds: float, gpu: bool) -> None:
         ("samples, tokens", f"{report['samples']:,}, {report['tokens']:,}"),
         ("extraction", f"{report['extract_tok_s']:,.0f} tok/s"),
         ("training", f"{report['train_tok_s']:,.0f} tok/s"),
-        ("accept length, predicted in training", f"{report['predicted_accept_length']:.3f} tokens a verification"),
+        ("accept length, predicted in training", f"{report['predicted_accept_length'] or float('nan'):.3f} tokens a verification"),
         ("accept length, served", f"{report['accept_length']:.3f} tokens a verification"),
         ("texts compared, equal, near ties", f"{lossless['compared']}, {lossless['equal']}, {lossless['near_ties']}"),
         *(speed_row(level) for level in levels),
@@ -51,13 +51,14 @@ def main() -> None:
     config = load_config(DEFAULT_CONFIG, args.run, args.overrides)
     where = "the GPU" if has_gpu() else "the CPU"
     print(f"Aerie's demo: {config.path.name} on {where}; everything it makes lies in {config.run.root}", flush=True)
-    refuse_busy_ports(config)
     start = time.monotonic()
-    call(script_command(config, args.overrides, "prepare_target.py"), "preparing the target")
-    try:
-        seconds = Pipeline(config, args.overrides).run()
-    finally:
-        stop_servers(config)
+    with only_pipeline(config):
+        refuse_busy_ports(config)
+        call(script_command(config, args.overrides, "prepare_target.py"), "preparing the target")
+        try:
+            seconds = Pipeline(config, args.overrides).run()
+        finally:
+            stop_servers(config)
     print_table(json.loads((config.run.bench / "report.json").read_text()), time.monotonic() - start, has_gpu())
     print(f"\n  by step: {', '.join(f'{name} {value:.0f} s' for name, value in seconds.items())}")
     print(f"  report: {config.run.bench / 'report.json'}")

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from aerie.config import add_config_arguments, config_from_args
 from aerie.errors import run_main
-from aerie.pipeline import STEP_NAMES, Pipeline, call, script_command
+from aerie.pipeline import STEP_NAMES, Pipeline, call, only_pipeline, script_command
 from aerie.servers import refuse_busy_ports, stop_servers
 
 
@@ -23,14 +23,15 @@ def main() -> None:
     parser.add_argument("--stop", action="store_true", help="end the run's servers afterwards")
     args = parser.parse_args()
     config = config_from_args(args)
-    if not args.steps:
-        refuse_busy_ports(config)
-    call(script_command(config, args.overrides, "prepare_target.py"), "preparing the target")
-    try:
-        seconds = Pipeline(config, args.overrides).run(args.steps)
-    finally:
-        if args.stop:
-            stop_servers(config)
+    with only_pipeline(config):
+        if not args.steps:
+            refuse_busy_ports(config)
+        call(script_command(config, args.overrides, "prepare_target.py"), "preparing the target")
+        try:
+            seconds = Pipeline(config, args.overrides).run(args.steps)
+        finally:
+            if args.stop:
+                stop_servers(config)
     print("seconds by step: " + ", ".join(f"{name} {value:.0f}" for name, value in seconds.items()))
 
 

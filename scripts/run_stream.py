@@ -7,7 +7,6 @@ Either end may die: it is started again and goes on.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import signal
 import subprocess
@@ -23,17 +22,11 @@ from aerie.errors import EXIT_INTERRUPTED, UserError, run_main
 from aerie.extract_plan import make_plan, state_bytes
 from aerie.gpus import training_env
 from aerie.identity import read_model_config, text_config
-from aerie.pipeline import script_command
+from aerie.pipeline import end_with_parent, script_command
 
 RESTARTS = 5  # of one end in a row, when it was killed or crashed; an error that the user can mend is not repeated
 SETTLED_S = 600.0  # an end that ran this long got somewhere: its restarts count anew, for a job of days may meet more than five deaths
 PAUSE_S = 2.0
-LIBC = ctypes.CDLL(None)
-
-
-def end_with_parent() -> None:
-    """In a new process: SIGTERM for it when we end, even by kill -9 (PR_SET_PDEATHSIG); alone it would go on and hold the store."""
-    LIBC.prctl(1, signal.SIGTERM)
 
 
 @dataclass

@@ -12,7 +12,9 @@ from typing import Any, Callable, Iterator
 import numpy as np
 import pytest
 import torch
+from aerie import bench as bench_module
 from aerie.config import Config, load_config
+from aerie.errors import UserError
 from aerie.rid import sample_id
 from aerie.samples import Sample, write_samples
 from aerie.servers import Server
@@ -149,6 +151,22 @@ def test_a_kernel_that_never_ran_is_a_failure(config: Config, farm: Farm, bench:
     farm.kernels = kernels = tuple(name for name in ALL if name not in missing)
     assert bench() == 1
     assert f"error: {', '.join(sorted(missing))} never called" in capsys.readouterr().err and report_of(config)["ops_in_use"] == sorted(kernels)
+
+
+def test_a_level_that_fails_does_not_cost_the_others(config: Config, farm: Farm, bench: Callable, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server with the ops dies at the second concurrency: the first one's numbers are in the report, and the exit code says that something failed."""
+    real = bench_module.measure
+
+    def measure(server: Server, prompts: Any, concurrency: int, timeout_s: float, streamed: bool = False) -> Any:
+        if concurrency == 2 and server.config.serve.drafter_ops:
+            raise UserError("the serving server stopped answering")
+        return real(server, prompts, concurrency, timeout_s, streamed)
+
+    monkeypatch.setattr(bench_module, "measure", measure)
+    assert bench() == 1
+    assert [level["concurrency"] for level in report_of(config)["levels"]] == [1]
+    assert "2 at a time was not measured: the serving server stopped answering" in capsys.readouterr().err and sorted(farm.ended) == sorted([config.run.name, f"{config.run.name}-ops"])
+    assert bench("--concurrency", "2") == 2
 
 
 def test_other_texts_are_a_failure(config: Config, farm: Farm, bench: Callable, capsys: pytest.CaptureFixture) -> None:

@@ -69,6 +69,23 @@ def test_an_answer_of_another_program_is_said(config: Config, fakes: Callable) -
             generate.generate(url, Prompt("a", [1, 2], 4))
 
 
+def test_a_stream_of_another_program_is_said(config: Config, fakes: Callable) -> None:
+    serving = fakes()["serving"]
+    url = Server.find(config, "serving").url  # type: ignore[union-attr]
+    real = serving.answer
+    serving.answer = lambda body: {"output_ids": [1], "meta_info": {}}  # type: ignore[method-assign]
+    with pytest.raises(UserError, match="no answer of SGLang"):
+        generate.answer_of(url, Prompt("a", [1], 4), {"output_ids": 3, "meta_info": {}}, 1.0)
+    for line in (b"data: {", b"data: 3", b'data: {"meta_info": {}}', b'data: {"meta_info": 3}'):
+        with pytest.raises(UserError, match="broke off the answer|no answer of SGLang"):
+            generate.chunk_of(url, Prompt("a", [1], 4), line)
+    for meta in ({}, {"output_top_logprobs": []}, {"output_top_logprobs": [[]]}, {"output_top_logprobs": [[3]]}):
+        serving.answer = lambda body, meta=meta: {"output_ids": [1], "meta_info": meta}  # type: ignore[method-assign]
+        with pytest.raises(UserError, match="did not say how likely"):
+            generate.next_token_distance(url, [1, 2], 5, 6)
+    serving.answer = real  # type: ignore[method-assign]
+
+
 def test_two_benchmarks_of_one_run_at_once(config: Config, fakes: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     servers = fakes()
     config.run.bench.mkdir(parents=True)

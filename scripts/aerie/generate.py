@@ -92,6 +92,15 @@ def generate(url: str, prompt: Prompt, timeout_s: float = 600.0, session: reques
     return answer_of(url, prompt, reply.json(), seconds)
 
 
+def chunk_of(url: str, prompt: Prompt, line: bytes) -> tuple[dict[str, Any], int]:
+    """One `data:` line of a stream, and the tokens up to it. Raises UserError for an error in place of an answer."""
+    try:
+        data = json.loads(line[5:])
+        return data, data["meta_info"]["completion_tokens"]
+    except (ValueError, TypeError, KeyError):
+        raise UserError(f"{url} broke off the answer to prompt {prompt.id}: {line[5:205].decode(errors='replace').strip()}") from None
+
+
 def generate_streamed(url: str, prompt: Prompt, timeout_s: float = 600.0, session: requests.Session | None = None) -> Answer:
     """The same, streamed: the answer's `chunks` say when its tokens came."""
     body = {"input_ids": prompt.input_ids, "sampling_params": {"temperature": 0.0, "max_new_tokens": prompt.max_new_tokens}, "stream": True}
@@ -105,10 +114,8 @@ def generate_streamed(url: str, prompt: Prompt, timeout_s: float = 600.0, sessio
         for line in reply.iter_lines(chunk_size=None):
             if not line.startswith(b"data:") or line == b"data: [DONE]":
                 continue
-            last = json.loads(line[5:])
-            if "meta_info" not in last:
-                raise UserError(f"{url} broke off the answer to prompt {prompt.id}: {str(last)[:200]}")
-            chunks.append((time.monotonic() - start, last["meta_info"]["completion_tokens"]))
+            last, tokens = chunk_of(url, prompt, line)
+            chunks.append((time.monotonic() - start, tokens))
     if not chunks:
         raise requests.ConnectionError(f"{url} ended the stream without an answer")
     return answer_of(url, prompt, last, time.monotonic() - start, chunks)
@@ -178,9 +185,12 @@ def next_token_distance(url: str, input_ids: list[int], left: int, right: int, t
         raise UserError(f"{url} stopped answering when asked {asked} ({type(exc).__name__}); see the server's log") from None
     if reply.status_code != 200:
         raise UserError(f"{url} did not say {asked}: {reply.status_code} {reply.text[:200]}")
-    likeliest = reply.json()["meta_info"]["output_top_logprobs"][0]
-    values = {token: value for value, token, *_ in likeliest}
-    numbers = (likeliest[0][0], values.get(left), values.get(right))
+    try:
+        likeliest = reply.json()["meta_info"]["output_top_logprobs"][0]
+        values = {token: value for value, token, *_ in likeliest}
+        numbers = (likeliest[0][0], values.get(left), values.get(right))
+    except (ValueError, TypeError, LookupError):
+        raise UserError(f"{url} did not say {asked}: {reply.text[:200]}") from None
     if any(value is None or not math.isfinite(value) for value in numbers):  # NaN is null in JSON
         return math.inf
     return numbers[0] - min(numbers)

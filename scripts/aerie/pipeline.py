@@ -6,22 +6,27 @@ So `make all` after a crash or a reboot goes on where it stopped, and a change o
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Iterator
 
 from .config import Config
 from .errors import UserError
-from .paths import ROOT, resolve_input
+from .paths import ROOT, lock_folder, resolve_input
 from .report import read_report, write_json
 from .servers import make_room
 
 SCRIPTS = ROOT / "scripts"
+LIBC = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True)
@@ -63,12 +68,34 @@ def script_command(config: Config, overrides: list[str], script: str, flags: tup
     return [sys.executable, str(SCRIPTS / script), "--config", str(config.path), *common, *flags]
 
 
+def end_with_parent() -> None:
+    """In a new process: SIGTERM for it when we end, even by kill -9 (PR_SET_PDEATHSIG); alone it would go on and hold the run's folders."""
+    LIBC.prctl(1, signal.SIGTERM)
+
+
+def file_hash(path: Path) -> str:
+    """sha256, read in pieces."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def call(command: list[str], what: str) -> None:
-    """Run one script; its failure ends the pipeline with its own exit code, its own words stand above."""
-    code = subprocess.run(command, env=os.environ | {"PY": sys.executable}, check=False).returncode
+    """Run one script, which ends when we do; its failure ends the pipeline with its own exit code, its own words stand above."""
+    code = subprocess.run(command, env=os.environ | {"PY": sys.executable}, check=False, preexec_fn=end_with_parent).returncode  # noqa: PLW1509  no threads here
     if code:
         print(f"{what} ended with exit code {code}; mend what it says above, then run the same command again: it goes on from here", file=sys.stderr)
         raise SystemExit(code)
+
+
+@contextmanager
+def only_pipeline(config: Config) -> Iterator[None]:
+    """One pipeline of a run at a time: each would end the other's servers. Raises UserError while another is at work."""
+    config.run.logs.mkdir(parents=True, exist_ok=True)
+    lock, _ = lock_folder(config.run.logs, f"the steps of run {config.run.name!r} are already at work in another process; wait for it, end it, or choose another run (RUN=... or --run)")
+    try:
+        yield
+    finally:
+        os.close(lock)
 
 
 class Pipeline:
@@ -89,7 +116,7 @@ class Pipeline:
         if step.name == "data":
             for name in self.config.data.inputs:
                 path = resolve_input(name)
-                parts.append(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else 'missing'}")
+                parts.append(f"{name} {file_hash(path) if path.is_file() else 'missing'}")
         earlier = [other for other in self.steps[: self.steps.index(step)] if other.report]
         if earlier:
             report = self.config.run.root / earlier[-1].report
