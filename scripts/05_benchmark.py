@@ -8,6 +8,7 @@ Output: a table, and report.json, report.png and report.html in runs/<run>/bench
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -38,6 +39,17 @@ def main() -> int:
         return benchmark(config, sets, settings)
 
 
+def report(config: Config, sets: list[SetBenchmark], sweep: list[dict[str, Any]]) -> None:
+    """The table, then report.json and the page."""
+    content = report_content(config, sets, sweep)
+    print(table(content), flush=True)  # before anything is written: a full disk must not cost the numbers
+    folder = config.run.bench
+    written = write_report(folder / "report.json", **content, run=config.run.name, config=config.as_dict())
+    about = ", ".join([written["date"], written["device"], *(f"{name} {version}" for name, version in written["versions"].items() if name in ("sglang", "torch"))])
+    page = write_page(content, folder, f"{config.run.name}: {Path(config.model_path).name} with and without its drafter", about)
+    print(f"  report: {folder / 'report.json'}, page: {page}")
+
+
 def benchmark(config: Config, sets: list[SetBenchmark], settings: list[tuple[int, int, int]]) -> int:
     """All passes, the table, the reports; the exit code."""
     concurrencies, sweep, failed = config.bench.concurrency, [], []
@@ -61,13 +73,7 @@ def benchmark(config: Config, sets: list[SetBenchmark], settings: list[tuple[int
         if settings:
             sweep, not_measured = run_sweep(servers, sets[0], settings)
             failed += not_measured
-    content = report_content(config, sets, sweep)
-    print(table(content), flush=True)  # before anything is written: a full disk must not cost the numbers
-    folder = config.run.bench
-    report = write_report(folder / "report.json", **content, run=config.run.name, config=config.as_dict())
-    about = ", ".join([report["date"], report["device"], *(f"{name} {version}" for name, version in report["versions"].items() if name in ("sglang", "torch"))])
-    page = write_page(content, folder, f"{config.run.name}: {Path(config.model_path).name} with and without its drafter", about)
-    print(f"  report: {folder / 'report.json'}, page: {page}")
+        report(config, sets, sweep)  # before yours is started again, which can fail
     unexplained = sum(one.lossless.unexplained for one in sets if one.lossless)
     if unexplained:
         failed.append(f"{unexplained} texts differ with the drafter and no near tie explains it; speculation must not change the text")

@@ -171,6 +171,18 @@ def test_a_sweep_s_server_that_does_not_start_loses_nothing(config: Config, fake
     assert [row["topk"] for row in report["sweep"]] == [1] and "3,4,16" in said.err and "out of memory" in said.err and report["speedup"] > 0
 
 
+def test_your_server_that_does_not_start_again_costs_no_numbers(config: Config, fakes: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    fakes()
+
+    def leave(*_: Any) -> None:
+        raise UserError("the serving server ended while starting: out of memory")
+
+    monkeypatch.setattr(bench_servers.BenchServers, "__exit__", leave)
+    assert run_benchmark(monkeypatch, config) == 2
+    said = capsys.readouterr()
+    assert "gap" in said.out and "out of memory" in said.err and report_of(config)["speedup"] > 0 and (config.run.bench / "report.html").exists()
+
+
 def test_sets_of_one_name_are_refused(config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     assert run_benchmark(monkeypatch, config, "--prompts", "heldout", "heldout") == 2
     assert "heldout" in capsys.readouterr().err
