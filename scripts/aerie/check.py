@@ -14,7 +14,7 @@ from typing import Any, Callable, Iterator
 import torch
 
 from .drafter_files import DrafterFolder
-from .drafter_shapes import ARCHITECTURES, HARMLESS, LLAMA, MLA, canonical_name, capture_points, expected_tensors, layers_in_file, norm_before_fc
+from .drafter_shapes import ARCHITECTURES, HARMLESS, LLAMA, MLA, canonical_name, capture_points, expected_tensors, layers_in_file, norm_before_fc, widths_of_tensors
 from .errors import UserError
 from .identity import model_hash, read_model_config, text_config, tokenizer_hash
 
@@ -98,6 +98,7 @@ class Check:
                 raise UserError(f"{target}/config.json has no {key}; name the target's own folder")
         self.lines: list[Line] = []
         self.names: dict[str, str] = {}  # canonical name -> the file's name
+        self.mended: dict[str, int] = {}  # widths that the tensors have and the config's keys do not
         self.arch = ""
 
     @property
@@ -107,7 +108,7 @@ class Check:
     def run(self) -> list[Line]:
         """All checks; the first failing line is the one to mend first."""
         groups: tuple[Callable[[], Iterator[Line]], ...] = (
-            self.architecture, self.keys, self.fits_target, self.layers, self.aux_layers, self.positions, self.flags, self.tensors, self.vocabulary_map, self.values,
+            self.architecture, self.keys, self.widths, self.fits_target, self.layers, self.aux_layers, self.positions, self.flags, self.tensors, self.vocabulary_map, self.values,
             self.dtypes, self.quantisation, self.attention_backend, self.provenance,
         )  # fmt: skip
         for group in groups:
@@ -148,6 +149,13 @@ class Check:
                 yield Line(False, key, f"{value!r} is not a number above 0")
         if not missing:
             yield Line(True, "config keys", f"all {len(REQUIRED_KEYS[self.arch])} that the loader reads")
+
+    def widths(self) -> Iterator[Line]:
+        """Before everything that builds on a width: where all tensors agree and a key does not, that key is the one to mend, not the tensors one by one."""
+        shapes = {name: self.folder.tensors[own].shape for name, own in self.names.items()}
+        self.mended = widths_of_tensors(self.config, self.arch, self.aux_count(), shapes)
+        for key, value in self.mended.items():
+            yield Line(False, key, f"{self.config[key]} in config.json, but the file's tensors are all made for {value}" + (f'; write "{key}": {value}' if len(self.mended) == 1 else ""))
 
     def fits_target(self) -> Iterator[Line]:
         hidden = self.config.get("target_hidden_size", self.config["hidden_size"])
@@ -255,8 +263,9 @@ class Check:
     def tensors(self) -> Iterator[Line]:
         if self.folder.repeated:
             yield Line(False, self.folder.repeated[0], "is in more than one file of the folder")
-        target_hidden = self.config.get("target_hidden_size", self.config["hidden_size"])
-        expected = expected_tensors(self.config, self.arch, self.aux_count(), target_hidden)
+        config = self.config | self.mended  # one line a wrong key is enough
+        target_hidden = config.get("target_hidden_size", config["hidden_size"])
+        expected = expected_tensors(config, self.arch, self.aux_count(), target_hidden)
         for name, shape in expected.items():
             if name not in self.names:
                 yield Line(False, name, "not in the file; the loader does not say so and keeps random values")
@@ -267,7 +276,7 @@ class Check:
                 if name == "fc.weight" and found[0] == shape[0] and found[1] % target_hidden == 0:
                     why = f": it reads {found[1] // target_hidden} auxiliary states, the config names {self.aux_count()}"
                 yield Line(False, name, f"shape {list(found)} must be {list(shape)}{why}")
-        if self.config["hidden_size"] != target_hidden and "embed_tokens.weight" not in self.names:
+        if config["hidden_size"] != target_hidden and "embed_tokens.weight" not in self.names:
             yield Line(False, "embed_tokens.weight", "not in the file, and the target's does not fit a drafter of another hidden size")
         unknown = [name for name in self.names if name not in expected and not HARMLESS.search(name) and name != "d2t"]
         for name in unknown[:5]:
@@ -334,6 +343,9 @@ class Check:
         own = served_dtype(self.config, self.serving.dtype)
         stored = sorted({info.dtype for name, info in self.folder.tensors.items() if canonical_name(name, self.arch) not in ("d2t", "t2d")})
         odd = [dtype for dtype in stored if dtype not in FLOATS]
+        new, old = (str(self.config.get(key) or "").removeprefix("torch.") for key in ("dtype", "torch_dtype"))
+        if new and old and new != old:  # transformers keeps `dtype` where both are given, and SGLang takes what transformers kept
+            yield Line(False, "dtype", f"{new}, and torch_dtype is {old}: SGLang reads dtype, older programs torch_dtype; write the same in both, or leave torch_dtype out")
         if odd:
             yield Line(False, "dtype", f"the file holds {', '.join(odd)} tensors; SGLang's loader takes {', '.join(FLOATS)}")
         elif "float16" in stored and target != "float16":

@@ -84,3 +84,39 @@ def capture_points(target: dict[str, Any], ids: list[int]) -> list[int]:
     deepseek = "kv_lora_rank" in target and str(target.get("model_type", "")).startswith(("deepseek", "kimi"))
     shift = 1 if not deepseek or ids[:1] == [1] else 0
     return [value + shift for value in ids]
+
+
+def widths_of_tensors(config: dict[str, Any], arch: str, aux_count: int, found: dict[str, tuple[int, ...]]) -> dict[str, int]:
+    """Config keys that say another width than all tensors agree upon: {key: the tensors' number}, {} where there is none or the tensors disagree among themselves.
+
+    found: shapes by canonical name. A key is named alone where it alone explains every shape; else all keys together must.
+    """
+
+    def misfits(keys: dict[str, Any]) -> bool:
+        expected = expected_tensors(keys, arch, aux_count, keys.get("target_hidden_size", keys["hidden_size"]))
+        return any(name in found and found[name] != shape for name, shape in expected.items())
+
+    def rows(name: str, divisor: int = 1) -> int:
+        shape = found.get(name) or (0,)
+        return 0 if shape[0] % divisor else shape[0] // divisor
+
+    if not misfits(config):
+        return {}
+    layer, heads = "layers.0.self_attn", config["num_attention_heads"]
+    said = {"hidden_size": rows("norm.weight"), "intermediate_size": rows("layers.0.mlp.gate_proj.weight")}
+    if arch == MLA:
+        nope, rope = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
+        said |= {"q_lora_rank": rows(f"{layer}.q_a_layernorm.weight"), "kv_lora_rank": rows(f"{layer}.kv_a_layernorm.weight"),
+                 "num_attention_heads": rows(f"{layer}.q_b_proj.weight", nope + rope)}  # fmt: skip
+    else:
+        width = config["head_dim"]
+        said |= {"num_key_value_heads": rows(f"{layer}.k_proj.weight", width), "num_attention_heads": rows(f"{layer}.q_proj.weight", width), "head_dim": rows(f"{layer}.q_proj.weight", heads)}
+    lm_head, d2t = rows("lm_head.weight"), found.get("d2t")
+    if config["draft_vocab_size"] is not None and d2t in (None, (lm_head,)):
+        said["draft_vocab_size"] = lm_head
+    said = {key: value for key, value in said.items() if value and value != config[key]}
+    for key, value in said.items():
+        if not misfits(config | {key: value}):
+            return {key: value}
+    said = {key: value for key, value in said.items() if key != "head_dim"}  # which of the two is wrong cannot be told; heads are the likelier
+    return said if said and not misfits(config | said) else {}
