@@ -172,10 +172,7 @@ def main() -> int:
         raise UserError("the memory of a GPU is not known: give --gpu-gib, or set plan.gpu_gib")
     disk_free = float("inf") if args.paper else shutil.disk_usage(existing(config.run.root)).free
     dumps_free = None if args.paper or config.server.urls else shutil.disk_usage(existing(dump_dir(config))).free
-    extraction, serving = ({**server_args(config, mode)} for mode in ("extraction", "serving"))
-    if gpus and not has_gpu():  # planned for a GPU box from a machine without: its own options, not the CPU's
-        extraction = {**config.server.args}
-        serving = {**config.server.args, **config.serve.args}
+    extraction, serving = (server_args(config, mode, True if gpus else None) for mode in ("extraction", "serving"))  # for a GPU box also from a machine without
     plan = planning.make_plan(config, shape, amounts, gpus=gpus, gpu_bytes=gpu_bytes, extraction_args=extraction, serving_args=serving, disk_free=disk_free, dumps_free=dumps_free,
                               loss_kernel=loss_kernel(config))  # fmt: skip
     print_plan(plan, config, amounts, hardware)

@@ -1,9 +1,13 @@
 """Every config's every server command line is accepted by SGLang's own argument parser, with a GPU and without."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 from aerie import servers
 from aerie.config import load_config
-from aerie.paths import CONFIGS
+from aerie.paths import CONFIGS, ROOT
 from kimi_sglang_parser import parse_lines
 
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.toml"))
@@ -58,3 +62,12 @@ def test_gpu_lines_keep_the_configs_own_backend(answers):
     assert found["kimi-k2.5", "extraction", True]["values"]["attention_backend"] == "flashinfer"
     assert found["kimi-k2.5", "serving", True]["values"]["speculative_draft_attention_backend"] == "triton"
     assert found["kimi-k2.5", "extraction", False]["values"]["attention_backend"] == "torch_native"
+
+
+def test_the_command_of_a_gpu_box_can_be_read_before_there_is_one():
+    """sglang_args.py says on stderr that its options are a CPU's, and --paper prints those of a machine with GPUs."""
+    words = [sys.executable, str(ROOT / "scripts" / "sglang_args.py"), "kimi-k2.5", "serving", "--shell"]
+    here, paper = (subprocess.run([*words, *more], capture_output=True, text=True, check=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}) for more in ([], ["--paper"]))
+    assert "torch_native" in here.stdout and "CPU" in here.stderr and "--paper" in here.stderr
+    assert "--mem-fraction-static 0.92" in paper.stdout and "--attention-backend flashinfer" in paper.stdout and "AERIE_CPU_PLATFORM" not in paper.stdout
+    assert "max-total-tokens" not in paper.stdout and not paper.stderr

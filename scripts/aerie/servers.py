@@ -72,6 +72,11 @@ def has_gpu() -> bool:
     return code == 0 or any(line.startswith("GPU ") for line in listed.splitlines())  # where one of several is lost it lists the others, and fails
 
 
+def on_gpu(gpu: bool | None) -> bool:
+    """`gpu`, or what this machine has where that is None."""
+    return has_gpu() if gpu is None else gpu
+
+
 def render_args(args: dict[str, Any]) -> list[str]:
     """SGLang options from a table: true is a bare flag, false leaves it out, a list gives several values, a table becomes JSON."""
     words: list[str] = []
@@ -86,11 +91,11 @@ def render_args(args: dict[str, Any]) -> list[str]:
     return words
 
 
-def dump_dir(config: Config) -> Path:
-    """Where the extraction server of this run writes its dumps: memory on a GPU box, the run's own folder on a CPU box."""
+def dump_dir(config: Config, gpu: bool | None = None) -> Path:
+    """Where the extraction server of this run writes its dumps: memory on a GPU box, the run's own folder on a CPU box. gpu: which of the two; None: as this one is."""
     if config.server.dump_dir:
         return Path(config.server.dump_dir).expanduser().absolute()
-    return Path("/dev/shm") / f"aerie-{config.run.name}" if has_gpu() else config.run.root / "dumps"
+    return Path("/dev/shm") / f"aerie-{config.run.name}" if on_gpu(gpu) else config.run.root / "dumps"
 
 
 def port_of(config: Config, mode: str) -> int:
@@ -105,19 +110,19 @@ def url_of(config: Config, mode: str) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port_of(config, mode)}"
 
 
-def _common_args(config: Config, mode: str) -> dict[str, Any]:
+def _common_args(config: Config, mode: str, gpu: bool | None) -> dict[str, Any]:
     args: dict[str, Any] = {"model-path": config.model_path, "host": config.server.host, "port": port_of(config, mode), "dtype": config.target.dtype}
     if config.target.trust_remote_code:
         args["trust-remote-code"] = True
     args |= config.server.args
-    if not has_gpu():
+    if not on_gpu(gpu):
         args |= CPU_ARGS | config.server.cpu_args
     return args
 
 
-def server_args(config: Config, mode: str) -> dict[str, Any]:
-    """SGLang's options for `mode`, by SGLang's own names."""
-    args = _common_args(config, mode)
+def server_args(config: Config, mode: str, gpu: bool | None = None) -> dict[str, Any]:
+    """SGLang's options for `mode`, by SGLang's own names. gpu: on a machine with GPUs or without; None: on this one."""
+    args = _common_args(config, mode, gpu)
     if mode in ("extraction", "oracle"):
         args |= {"disable-radix-cache": True, "disable-prefill-cuda-graph": True}
         if mode == "oracle":
@@ -158,20 +163,20 @@ def inherited_env(mode: str) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if mode == "extraction" or not name.startswith("SGLANG_HS_DUMP_")}
 
 
-def server_env(config: Config, mode: str) -> dict[str, str]:
-    """What the server's environment has on top of ours."""
+def server_env(config: Config, mode: str, gpu: bool | None = None) -> dict[str, str]:
+    """What the server's environment has on top of ours. gpu: see server_args()."""
     env = dict(config.server.env)
     if config.server.gpus:
         env["CUDA_VISIBLE_DEVICES"] = visible_devices(config.server.gpus, "server.gpus")
     if mode == "extraction":
-        env["SGLANG_HS_DUMP_DIR"] = str(dump_dir(config))
+        env["SGLANG_HS_DUMP_DIR"] = str(dump_dir(config, gpu))
         env["SGLANG_HS_DUMP_LAYER_IDS"] = ",".join(map(str, config.target.aux_layer_ids))
         env["SGLANG_HS_DUMP_DTYPE"] = config.extract.dtype
-        if config.extract.dtype == "fp8" and has_gpu() and OPS_LIBRARY.is_file() and os.environ.get("AERIE_DRAFTER_OPS") != "reference":
+        if config.extract.dtype == "fp8" and on_gpu(gpu) and OPS_LIBRARY.is_file() and os.environ.get("AERIE_DRAFTER_OPS") != "reference":
             env["SGLANG_HS_DUMP_OPS"] = str(OPS_LIBRARY)
     if mode == "serving" and config.serve.drafter_ops:
-        env |= drafter_ops_env(env)
-    if not has_gpu():
+        env |= drafter_ops_env(env, gpu)
+    if not on_gpu(gpu):
         env.setdefault("AERIE_CPU_PLATFORM", "1")
         for name, value in CPU_ENV.items():
             env.setdefault(name, value)
@@ -180,18 +185,18 @@ def server_env(config: Config, mode: str) -> dict[str, str]:
     return env
 
 
-def drafter_ops_env(env: dict[str, str]) -> dict[str, str]:
+def drafter_ops_env(env: dict[str, str], gpu: bool | None = None) -> dict[str, str]:
     """Switches on the SGLang plugin that calls the drafter ops of cuda/ (serve.drafter_ops). Raises UserError where they cannot run."""
-    if not has_gpu():
+    if not on_gpu(gpu):
         raise UserError("serve.drafter_ops = true needs an NVIDIA GPU and none is here; set serve.drafter_ops = false")
-    if not OPS_LIBRARY.is_file():
+    if gpu is None and not OPS_LIBRARY.is_file():
         raise UserError(f"serve.drafter_ops = true, but {OPS_LIBRARY} is missing; build it with `make cuda`, or set serve.drafter_ops = false")
     return {"AERIE_SERVE_DRAFTER_OPS": "1", "AERIE_ROOT": str(ROOT), "PYTHONPATH": python_path(DRAFTER_OPS, env.get("PYTHONPATH"))}
 
 
-def command_line(config: Config, mode: str) -> list[str]:
-    """The whole command that starts the server of `mode`."""
-    return [sys.executable, "-m", "sglang.launch_server", *render_args(server_args(config, mode))]
+def command_line(config: Config, mode: str, gpu: bool | None = None) -> list[str]:
+    """The whole command that starts the server of `mode`. gpu: see server_args()."""
+    return [sys.executable, "-m", "sglang.launch_server", *render_args(server_args(config, mode, gpu))]
 
 
 def start_ticks(pid: int) -> int:
