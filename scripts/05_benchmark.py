@@ -12,12 +12,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from aerie.bench import SetBenchmark, report_content, table
+from aerie.bench import SetBenchmark, report_content, steps_before, table
 from aerie.bench_page import write_page
 from aerie.bench_prompts import CATEGORIES, load_set
 from aerie.bench_servers import BenchServers, only_benchmark, parse_sweep, run_sweep
 from aerie.config import Config, add_config_arguments, config_from_args
 from aerie.errors import EXIT_FAILED, UserError, run_main
+from aerie.predicted import Prediction
 from aerie.report import write_report
 
 
@@ -35,6 +36,7 @@ def main() -> int:
     names = [one.prompts.name for one in sets]
     if len(set(names)) < len(names):
         raise UserError(f"--prompts: two sets are called {next(name for name in names if names.count(name) > 1)}, and the report goes by names; name each once, or rename a file")
+    Prediction.load(config), steps_before(config)  # damaged ones are known before the work
     with only_benchmark(config):
         return benchmark(config, sets, settings)
 

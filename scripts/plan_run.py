@@ -2,7 +2,6 @@
 """Memory, disk and hours of a run before it starts: what fits where, and exit code 2 with the number that does not."""
 
 import argparse
-import json
 import os
 import re
 import shutil

@@ -183,6 +183,14 @@ def test_your_server_that_does_not_start_again_costs_no_numbers(config: Config, 
     assert "gap" in said.out and "out of memory" in said.err and report_of(config)["speedup"] > 0 and (config.run.bench / "report.html").exists()
 
 
+@pytest.mark.parametrize("name", ["store/report.json", "drafter/report.json", "drafter/training.json"])
+def test_a_damaged_report_of_an_earlier_step_is_known_first(config: Config, fakes: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, name: str) -> None:
+    servers = fakes()
+    (config.run.root / name).write_text('{"samples": 3')
+    assert run_benchmark(monkeypatch, config) == 2
+    assert name in capsys.readouterr().err and not servers["serving"].bodies
+
+
 def test_sets_of_one_name_are_refused(config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     assert run_benchmark(monkeypatch, config, "--prompts", "heldout", "heldout") == 2
     assert "heldout" in capsys.readouterr().err
