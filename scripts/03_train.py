@@ -176,7 +176,7 @@ def main() -> int:
     if group.rank:
         sys.stdout = open(os.devnull, "w")  # the first process speaks for all
     lock = None if group.rank else one_training(run)  # noqa: F841  held until this process ends
-    target = TargetWeights(config.model_path)
+    target = TargetWeights(config.model_path, "make it with `make target`" if config.target.from_package else "")
     stream = StreamingStore(run.store) if args.stream else None
     planned = make_plan(run.data, config.extract.all_final_rows) if stream else None
     store = wait_for_heldout(stream, sum(job.heldout for job in planned.jobs), print) if stream else Store.open(run.store)

@@ -134,7 +134,7 @@ def compare(plan: planning.Plan, config: Config, shape: Shape, args: argparse.Na
         content = read_report(report, "`make train`")
         peak = content.get("peak_gpu_bytes", 0)
         if peak:
-            rows.append(("training: peak of one GPU", plan.total("training, one GPU"), peak))
+            rows.append(("training: peak of one GPU", plan.total(plan.training), peak))
     if args.bench_train:  # those of its sizes that have this config's drafter
         count = sum(planning.drafter_parameters(config, shape).values())
         try:

@@ -254,7 +254,8 @@ def test_what_a_config_says_to_expect_is_what_the_plan_says(name):
         ("kimi-k2.5", {"overrides": ["server.args.mem-fraction-static=0.77"]}, ["does not hold one sample of 8,193"]),
         ("kimi-k2.5", {"overrides": ["train.batch_tokens=262144"]}, ["training", "train.batch_tokens = 262144"]),
         ("qwen3-8b", {"overrides": ["train.stop_server=false", "server.args.mem-fraction-static=0.9"]}, ["train.stop_server"]),
-        ("kimi-k2.5", {"disk": 2e12}, ["disk", "4,428 GB", "2,000 GB", "keep_gb"]),
+        ("kimi-k2.5", {"disk": 2e12}, ["disk", "4,428 GB", "2,000 GB", "fp8"]),
+        ("kimi-k2.5", {"disk": 2e12, "gpus": 9}, ["disk", "keep_gb, on a GPU of its own"]),
         ("kimi-k2.5", {"dumps": 0.5e9}, ["dump folder", "0.94 GB", "0.50 GB"]),
         ("kimi-k2.5", {"overrides": ["target.aux_layer_ids=[3, 31, 61]"]}, ["61 decoder layers"]),
     ],
@@ -264,6 +265,26 @@ def test_refusals_name_the_number(name, change, words):
     assert found
     for word in words:
         assert word in "; ".join(found)
+
+
+def test_a_short_disk_is_told_only_what_helps_there():
+    fp8 = "; ".join(refusals("kimi-k2.5", ['extract.dtype="fp8"'], disk=1e12))
+    assert "AERIE_RUNS_DIR" in fp8 and "extract.dtype" not in fp8 and "make stream" not in fp8  # the target fills all eight
+    kept = "; ".join(refusals("kimi-k2.5", ["extract.keep_gb=500", 'extract.dtype="fp8"'], disk=1e11, gpus=9))
+    assert "lower extract.keep_gb = 500" in kept and "make stream" not in kept and "extract.dtype" not in kept
+
+
+@pytest.mark.parametrize(
+    ("overrides", "done"),
+    [([], "training, one GPU"), (["train.gpus=[0,1]"], "training, DDP over 2 GPUs"), (["train.gpus=[0,1,2,3]", 'train.parallel="fsdp"'], "training, FSDP over 4 GPUs")],
+)
+def test_the_plan_says_which_training_the_config_does(overrides, done):
+    config = load_config("kimi-k2.5", overrides=overrides)
+    plan = planning.Plan(8, 94 * GIB)
+    planning.plan_training(plan, config, load_shape("/nowhere", config.plan.shape), 0.5, False)
+    assert plan.training == done and len(plan.phases) == 2 and [name for name, note in plan.notes.items() if "what the config does" in note] == [done]
+    other = next(name for name in plan.phases if name != done)
+    assert " if " in other and (plan.total(done) < plan.total(other)) == ("FSDP" in done)
 
 
 def test_streaming_and_fp8_need_less_disk():

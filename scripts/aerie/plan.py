@@ -61,6 +61,7 @@ class Plan:
     disk: list[Part] = field(default_factory=list)
     hours: dict[str, float] = field(default_factory=dict)
     refusals: list[str] = field(default_factory=list)
+    training: str = ""  # the phase that is this config's training
 
     def total(self, phase: str) -> float:
         return sum(part.bytes for part in self.phases[phase])
@@ -284,34 +285,60 @@ def training_parts(config: Config, shape: Shape, rows: int, supervised: float, r
 
 
 def plan_training(plan: Plan, config: Config, shape: Shape, supervised: float, loss_kernel: bool) -> None:
-    """Adds training on one card, which is what 03_train.py does, and what FSDP over all cards would take. Refuses when one card is too small."""
+    """Adds training as this config does it, and for comparison on one card or split by FSDP over all. Refuses when a card is too small for what the config does."""
     compute = 4 if config.train.dtype == "float32" else 2
-    one, split = "training, one GPU", f"training, if FSDP split it over {plan.gpus}"
-    plan.phases[one] = training_parts(config, shape, config.train.batch_tokens, supervised, 1, compute, loss_kernel)
-    if plan.gpus > 1:
-        plan.phases[split] = training_parts(config, shape, config.train.batch_tokens, supervised, plan.gpus, compute, loss_kernel)
-    for name in (name for name in (one, split) if name in plan.phases):
+    several, fsdp = len(config.train.gpus), config.train.parallel == "fsdp"
+    names = {1: "training, one GPU"}  # ranks that split the state: heading
+    if several > 1 and fsdp:
+        names = {1: "training, if one GPU did it alone", several: f"training, FSDP over {several} GPUs"}
+    elif several > 1:
+        names = {1: f"training, DDP over {several} GPUs"}
+    if plan.gpus > 1 and len(names) == 1:
+        names[plan.gpus] = f"training, if FSDP split it over {plan.gpus}"
+    plan.training = names[several if several > 1 and fsdp else 1]
+    for ranks, name in names.items():
+        plan.phases[name] = training_parts(config, shape, config.train.batch_tokens, supervised, ranks, compute, loss_kernel)
         plan.notes[name] = f"{plan.total(name) / GIB:.1f} GiB of {plan.gpu_bytes / GIB:.1f}: {'fits' if plan.total(name) <= plan.gpu_bytes else 'does not fit'}"
-    if plan.total(one) > plan.gpu_bytes:
+    if len(names) > 1:
+        plan.notes[plan.training] += "; this is what the config does" + (": train.gpus names fewer than two, so train.parallel = \"fsdp\" splits nothing" if fsdp and several < 2 else "")
+    if plan.total(plan.training) > plan.gpu_bytes:
         plan.refusals.append(
-            f"training: {plan.total(one) / GIB:.1f} GiB are needed and {plan.gpu_bytes / GIB:.1f} are there; lower train.batch_tokens = {config.train.batch_tokens}, "
+            f"training: {plan.total(plan.training) / GIB:.1f} GiB are needed and {plan.gpu_bytes / GIB:.1f} are there; lower train.batch_tokens = {config.train.batch_tokens}, "
             "train.ttt_steps or draft.vocab_size"
         )
     resident = plan.total("extraction") if "extraction" in plan.phases else 0
-    if resident and not config.train.stop_server and not apart(config) and resident + plan.total("training, one GPU") > plan.gpu_bytes:
+    if resident and not config.train.stop_server and not apart(config) and resident + plan.total(plan.training) > plan.gpu_bytes:
         plan.refusals.append("training: train.stop_server = false, and server and trainer together do not fit one GPU; set it to true")
+
+
+def streams(plan: Plan, config: Config, tp: int) -> bool:
+    """Whether server and trainer have room at the same time: a GPU of its own for the trainer, or memory left beside the server; also where no GPUs are planned."""
+    if tp < plan.gpus or not plan.gpus or apart(config) or "extraction" not in plan.phases:
+        return True
+    return plan.total("extraction") + plan.total(plan.training) <= plan.gpu_bytes
 
 
 def plan_streaming(plan: Plan, config: Config, tp: int) -> None:
     """With extract.keep_gb server and trainer run at once: refuses when the server has every GPU and the trainer does not fit beside it."""
-    if not config.extract.keep_gb or tp < plan.gpus or apart(config) or "extraction" not in plan.phases:
-        return
-    server, trainer = plan.total("extraction"), plan.total("training, one GPU")
-    if server + trainer > plan.gpu_bytes:
+    if config.extract.keep_gb and not streams(plan, config, tp):
+        half = "" if config.extract.dtype == "fp8" else " and extract.dtype = \"fp8\""
         plan.refusals.append(
-            f"streaming: extract.keep_gb trains while extracting, the server takes {server / GIB:.1f} GiB of every GPU and the trainer needs {trainer / GIB:.1f} of the "
-            f"{plan.gpu_bytes / GIB:.1f}; give it a GPU of its own (server.gpus, train.gpus), lower mem-fraction-static, or set extract.keep_gb = 0 and extract.dtype = \"fp8\""
+            f"streaming: extract.keep_gb trains while extracting, the server takes {plan.total('extraction') / GIB:.1f} GiB of every GPU and the trainer needs "
+            f"{plan.total(plan.training) / GIB:.1f} of the {plan.gpu_bytes / GIB:.1f}; give it a GPU of its own beside the server's {tp} (server.gpus, train.gpus), lower "
+            f"mem-fraction-static, or set extract.keep_gb = 0{half}"
         )
+
+
+def more_disk(plan: Plan, config: Config) -> str:
+    """What would need less of a disk that is short: only what this config has not done yet, and what its machine can do."""
+    advice = ["point AERIE_RUNS_DIR at a larger disk"]
+    if config.extract.dtype != "fp8":
+        advice.append("set extract.dtype = \"fp8\" (half)")
+    if config.extract.keep_gb:
+        advice.append(f"lower extract.keep_gb = {config.extract.keep_gb:g}")
+    elif streams(plan, config, ranks_of(config.server.args)):
+        advice.append("train while extracting: `make stream` with extract.keep_gb" + (", on a GPU of its own" if plan.gpus > 1 else ""))
+    return ", ".join(advice[:-1]) + (", or " if len(advice) > 1 else "") + advice[-1]
 
 
 # --- disk and hours ------------------------------------------------------------------------------------------------------------------------
@@ -333,8 +360,7 @@ def plan_disk(plan: Plan, config: Config, shape: Shape, amounts: Amounts, disk_f
     needed = sum(part.bytes for part in plan.disk)
     if needed > disk_free:
         plan.refusals.append(
-            f"disk: {needed / 1e9:,.0f} GB are needed under {config.run.root.parent} and {disk_free / 1e9:,.0f} GB are free; point AERIE_RUNS_DIR at a larger disk, "
-            "set extract.dtype = \"fp8\" (half), or train while extracting, on a GPU of its own: `make stream` with extract.keep_gb"
+            f"disk: {needed / 1e9:,.0f} GB are needed under {config.run.root.parent} and {disk_free / 1e9:,.0f} GB are free; {more_disk(plan, config)}"
         )
     if dumps_free is not None:
         two = 2 * dump_bytes(shape, num_aux, config.target.dtype, min(amounts.longest, config.data.max_tokens) or config.data.max_tokens)

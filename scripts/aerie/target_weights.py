@@ -24,10 +24,11 @@ FLOATS = ("BF16", "F16", "F32")
 class TargetWeights:
     """The parts of a target's folder that extraction and training need. Raises UserError naming folder, file or tensor for anything missing."""
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path, how: str = ""):
+        """how: what makes the folder where there is none, in place of a download."""
         self.folder = Path(folder)
         if not (self.folder / "config.json").is_file():
-            raise UserError(f"{self.folder} is not a model folder on this machine (no config.json); set target.model_path to one that you downloaded (the demo's is made by `make target`)")
+            raise UserError(f"{self.folder} is not a model folder on this machine (no config.json); {how or 'download the model and put it there'}, or set target.model_path to another")
         self.raw_config: dict[str, Any] = read_model_config(self.folder)
         # Vision-language targets keep the language model's numbers one level down.
         self.config: dict[str, Any] = {**self.raw_config, **text_config(self.raw_config)}
