@@ -12,7 +12,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from aerie.bench import SetBenchmark, report_content, steps_before, table
+from aerie.bench import SetBenchmark, keep_earlier, report_content, steps_before, table
 from aerie.bench_page import write_page
 from aerie.bench_prompts import CATEGORIES, load_set
 from aerie.bench_servers import BenchServers, only_benchmark, parse_sweep, run_sweep
@@ -32,27 +32,29 @@ def main() -> int:
     args = parser.parse_args()
     config = config_from_args(args)
     settings = [parse_sweep(text) for text in args.sweep]
-    sets = [SetBenchmark(config, load_set(config, name)) for name in args.prompts or [config.bench.prompts]]
-    names = [one.prompts.name for one in sets]
-    if len(set(names)) < len(names):
-        raise UserError(f"--prompts: two sets are called {next(name for name in names if names.count(name) > 1)}, and the report goes by names; name each once, or rename a file")
+    asked = args.prompts or [config.bench.prompts]
+    sets = [SetBenchmark(config, load_set(config, name)) for name in asked]
+    called = [one.prompts.name for one in sets]
+    if len(set(called)) < len(called):
+        raise UserError(f"--prompts: two sets are called {next(name for name in called if called.count(name) > 1)}, and the report goes by names; name each once, or rename a file")
     Prediction.load(config), steps_before(config)  # damaged ones are known before the work
     with only_benchmark(config):
-        return benchmark(config, sets, settings)
+        return benchmark(config, sets, asked, settings)
 
 
-def report(config: Config, sets: list[SetBenchmark], sweep: list[dict[str, Any]]) -> None:
+def report(config: Config, sets: list[SetBenchmark], names: list[str], sweep: list[dict[str, Any]]) -> None:
     """The table, then report.json and the page."""
     content = report_content(config, sets, sweep)
     print(table(content), flush=True)  # before anything is written: a full disk must not cost the numbers
     folder = config.run.bench
-    written = write_report(folder / "report.json", **content, run=config.run.name, config=config.as_dict())
+    keep_earlier(folder)
+    written = write_report(folder / "report.json", **content, prompt_sets=names, run=config.run.name, config=config.as_dict())
     about = ", ".join([written["date"], written["device"], *(f"{name} {version}" for name, version in written["versions"].items() if name in ("sglang", "torch"))])
     page = write_page(content, folder, f"{config.run.name}: {Path(config.model_path).name} with and without its drafter", about)
     print(f"  report: {folder / 'report.json'}, page: {page}")
 
 
-def benchmark(config: Config, sets: list[SetBenchmark], settings: list[tuple[int, int, int]]) -> int:
+def benchmark(config: Config, sets: list[SetBenchmark], names: list[str], settings: list[tuple[int, int, int]]) -> int:
     """All passes, the table, the reports; the exit code."""
     concurrencies, sweep, failed = config.bench.concurrency, [], []
     print(f"benchmark: {', '.join(f'{one.prompts.name} ({len(one.prompts.prompts)} prompts)' for one in sets)}; {', '.join(map(str, concurrencies))} "
@@ -75,7 +77,7 @@ def benchmark(config: Config, sets: list[SetBenchmark], settings: list[tuple[int
         if settings:
             sweep, not_measured = run_sweep(servers, sets[0], settings)
             failed += not_measured
-        report(config, sets, sweep)  # before yours is started again, which can fail
+        report(config, sets, names, sweep)  # before yours is started again, which can fail
     unexplained = sum(one.lossless.unexplained for one in sets if one.lossless)
     if unexplained:
         failed.append(f"{unexplained} texts differ with the drafter and no near tie explains it; speculation must not change the text")

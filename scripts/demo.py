@@ -21,18 +21,18 @@ def speed_row(level: dict) -> tuple[str, str]:
     return f"without / with the drafter, {level['concurrency']} at a time", f"{plain:,.1f} / {fast:,.1f} tok/s ({level['speedup']:.2f}x)"
 
 
-def print_table(report: dict, seconds: float, gpu: bool) -> None:
-    """The numbers a newcomer looks for, from bench/report.json."""
-    lossless, levels = report["lossless"], next(iter(report["sets"].values()))["levels"]
+def print_table(report: dict, seconds: float, whole: bool, gpu: bool) -> None:
+    """The numbers a newcomer looks for, from bench/report.json. `seconds` is the time of this call; `whole`: it did every step."""
+    lossless, same, levels = report["lossless"], report.get("same_prompts"), next(iter(report["sets"].values()))["levels"]
     rows = [
         ("samples, tokens", f"{report['samples']:,}, {report['tokens']:,}"),
         ("extraction", f"{report['extract_tok_s']:,.0f} tok/s"),
         ("training", f"{report['train_tok_s']:,.0f} tok/s"),
-        ("accept length, predicted in training", f"{report['predicted_accept_length'] or float('nan'):.3f} tokens a verification"),
-        ("accept length, served", f"{report['accept_length']:.3f} tokens a verification"),
+        ("accept length, predicted in training", f"{(same['predicted'] if same else report['predicted_accept_length']) or float('nan'):.3f} tokens a verification"),
+        ("accept length, served", f"{same['served'] if same else report['accept_length']:.3f} tokens a verification"),
         ("texts compared, equal, near ties", f"{lossless['compared']}, {lossless['equal']}, {lossless['near_ties']}"),
         *(speed_row(level) for level in levels),
-        ("the whole way", f"{seconds / 60:.1f} minutes"),
+        ("the whole way" if whole else "this call, without the steps that were done", f"{seconds / 60:.1f} minutes"),
     ]
     width = max(len(name) for name, _ in rows)
     print()
@@ -59,7 +59,7 @@ def main() -> None:
             seconds = Pipeline(config, args.overrides).run()
         finally:
             stop_servers(config)
-    print_table(json.loads((config.run.bench / "report.json").read_text()), time.monotonic() - start, has_gpu())
+    print_table(json.loads((config.run.bench / "report.json").read_text()), time.monotonic() - start, all(seconds.values()), has_gpu())
     print(f"\n  by step: {', '.join(f'{name} {value:.0f} s' for name, value in seconds.items())}")
     print(f"  report: {config.run.bench / 'report.json'}")
 

@@ -157,10 +157,10 @@ def test_a_level_that_fails_does_not_cost_the_others(config: Config, farm: Farm,
     """The server with the ops dies at the second concurrency: the first one's numbers are in the report, and the exit code says that something failed."""
     real = bench_module.measure
 
-    def measure(server: Server, prompts: Any, concurrency: int, timeout_s: float, streamed: bool = False) -> Any:
+    def measure(server: Server, prompts: Any, concurrency: int, timeout_s: float, streamed: bool = False, **which: str) -> Any:
         if concurrency == 2 and server.config.serve.drafter_ops:
             raise UserError("the serving server stopped answering")
-        return real(server, prompts, concurrency, timeout_s, streamed)
+        return real(server, prompts, concurrency, timeout_s, streamed, **which)
 
     monkeypatch.setattr(bench_module, "measure", measure)
     assert bench() == 1

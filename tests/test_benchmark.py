@@ -15,6 +15,7 @@ from aerie import bench
 from aerie.config import Config, load_config
 from aerie.errors import UserError
 from aerie.generate import Answer, Prompt, accept_length, accept_length_mean, next_token_distance, prompts_of
+from aerie.pipeline import Pipeline
 from aerie.lossless import CONTROL_QUESTIONS, Control, compare, first_difference, run_control
 from aerie.predicted import Prediction, read_walks
 from aerie.report import write_json
@@ -130,8 +131,8 @@ def test_the_median_of_rounds_that_take_turns_counts(config: Config, fakes: Call
     """Clocks by hand: each server's passes take 90 (which warms up and must not count), 1, 3, 2 seconds a time."""
     real, order = bench.measure, []
 
-    def measured(server: Any, prompts: list[Prompt], concurrency: int, timeout_s: float, streamed: bool = False) -> bench.Pass:
-        found = real(server, prompts, concurrency, timeout_s, streamed)
+    def measured(server: Any, prompts: list[Prompt], concurrency: int, timeout_s: float, streamed: bool = False, which: str = "") -> bench.Pass:
+        found = real(server, prompts, concurrency, timeout_s, streamed, which)
         order.append((server.mode, concurrency, streamed))
         turn = sum(each == order[-1] for each in order)
         return bench.Pass(found.concurrency, found.answers, {1: 90.0, 2: 1.0, 3: 3.0, 4: 2.0}[turn] * (1 if server.mode == "serving" else 5))
@@ -145,6 +146,30 @@ def test_the_median_of_rounds_that_take_turns_counts(config: Config, fakes: Call
     tokens = levels[1]["speculative"]["tokens"]
     assert levels[1]["speculative"]["rounds_tok_s"] == pytest.approx([tokens / 3, tokens / 2, tokens], abs=0.01)
     assert [mode for mode, concurrency, streamed in order if concurrency == 4 and not streamed] == ["baseline", "serving"] * 4
+    said = capsys.readouterr()
+    assert f"tok/s at 1: {21 / 15:.1f} to {21 / 5:.1f} without, {21 / 3:.1f} to {21:.1f} with; 4: " in said.out  # three prompts of 7 + 8 + 9 tokens, the first of prefill
+    assert "4 at a time, to warm up" in said.err and "4 at a time, round 3 of 3" in said.err
+
+
+def test_another_benchmark_of_the_run_keeps_the_first_and_is_not_taken_for_it(config: Config, fakes: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make all` (and the demo) must not show the numbers of a `make bench` with other options as the run's own."""
+    fakes()
+    pipeline = Pipeline(config, [])
+    for name in ("data", "drafter"):
+        write_json(config.run.root / name / "report.json", {})
+    bench_step = pipeline.steps[-1]
+    write_json(pipeline.marker, {"bench": pipeline.fingerprint(bench_step)})
+    assert not pipeline.is_done(bench_step)
+    assert run_benchmark(monkeypatch, config) == 0 and pipeline.is_done(bench_step)
+    first = (config.run.bench / "report.json").read_bytes()
+    for other in (["--set", "bench.samples=4"], ["--set", "bench.concurrency=[1,2]"]):
+        assert run_benchmark(monkeypatch, config, *other) == 0 and not pipeline.is_done(bench_step)
+    kept = sorted((config.run.bench / "earlier").glob("*/report.json"))
+    assert first in [path.read_bytes() for path in kept] and all((path.parent / "report.html").is_file() for path in kept)
+    for text in ("{", json.dumps(json.loads(first) | {"prompt_sets": ["heldout", "maths"]}), json.dumps(json.loads(first) | {"sweep": [{}]})):
+        (config.run.bench / "report.json").write_text(text)
+        assert not pipeline.is_done(bench_step)
+    assert run_benchmark(monkeypatch, config) == 0 and pipeline.is_done(bench_step)
 
 
 def test_the_table_of_the_gpu_benchmark(config: Config, fakes: Callable, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import dataclass, field
 from functools import partial
@@ -72,9 +73,9 @@ def empty_cache(server: Server) -> None:
         time.sleep(0.1)
 
 
-def measure(server: Server, prompts: list[Prompt], concurrency: int, timeout_s: float, streamed: bool = False) -> Pass:
-    """One pass over the prompts with an empty prefix cache. Raises UserError that names the server when it dies on the way."""
-    name = f"answered {'with' if server.mode == 'serving' else 'without'} the drafter, {concurrency} at a time{', streamed' if streamed else ''}"
+def measure(server: Server, prompts: list[Prompt], concurrency: int, timeout_s: float, streamed: bool = False, which: str = "") -> Pass:
+    """One pass over the prompts with an empty prefix cache; `which` one it is goes into the progress line. Raises UserError that names the server when it dies on the way."""
+    name = f"answered {'with' if server.mode == 'serving' else 'without'} the drafter, {concurrency} at a time{', streamed' if streamed else ''}{f', {which}' if which else ''}"
     progress = Progress(len(prompts), name, unit="requests")
     try:
         empty_cache(server)
@@ -98,7 +99,7 @@ def measure_in_turn(servers: Sequence[Server], prompts: list[Prompt], concurrenc
     passes: list[list[Pass]] = [[] for _ in servers]
     for turn in range(rounds + 1):
         for server, done in zip(servers, passes):
-            result = measure(server, prompts, concurrency, timeout_s)
+            result = measure(server, prompts, concurrency, timeout_s, which=f"round {turn} of {rounds}" if turn else "to warm up")
             if turn:
                 done.append(result)
     return passes
@@ -136,7 +137,7 @@ class SetBenchmark:
         else:
             for server in servers:
                 if not self.passes[server.mode]:  # the first requests of a server also pay for its warm-up
-                    measure(server, chosen[: max(bench.concurrency)], max(bench.concurrency), timeout_s)
+                    measure(server, chosen[: max(bench.concurrency)], max(bench.concurrency), timeout_s, which="to warm up")
                 results.append(measure(server, chosen, concurrency, timeout_s))
         for server, result in zip(servers, results):
             if bench.latency:
@@ -237,6 +238,10 @@ def table(content: dict[str, Any]) -> str:
                 f"  {level['concurrency']:>11}  {level['requests']:>8}  {level['baseline']['tok_s']:>13.1f}  {fast['tok_s']:>10.1f}  {level['speedup']:>7.2f}x{predicted}"
                 f"  {fast['accept_length']:>22.3f}  {fast['accept_length_request_mean']:>16.3f}"
             )
+        if rounds := [(level["concurrency"], *(level[side].get("rounds_tok_s", []) for side in ("baseline", "speculative"))) for level in one["levels"]]:
+            said = (f"{concurrency}: {min(plain):.1f} to {max(plain):.1f} without, {min(fast):.1f} to {max(fast):.1f} with" for concurrency, plain, fast in rounds if plain and fast)
+            if words := "; ".join(said):
+                lines.append(f"  rounds, of which the table has the median, tok/s at {words}")
         if len(one["by_category"]) > 1:
             lines.append("  accept length by kind: " + ", ".join(f"{kind} {numbers['accept_length']:.2f}" for kind, numbers in one["by_category"].items() if numbers["accept_length"] is not None))
         if lossless := one["lossless"]:
@@ -259,3 +264,19 @@ def table(content: dict[str, Any]) -> str:
             for row in content["sweep"]
         ]
     return "\n".join(lines)
+
+
+def keep_earlier(folder: Path) -> None:
+    """Move an earlier report and its page to earlier/<its date>/: a benchmark with other options must not cost the first one's numbers."""
+    try:
+        date = read_report(folder / "report.json").get("date")
+    except UserError:
+        return  # damaged: nothing to keep
+    if not isinstance(date, str):
+        return
+    name = "".join(char for char in date if char.isalnum() or char in "-+")
+    kept = next(path for count in itertools.count(1) if not (path := folder / "earlier" / (name if count == 1 else f"{name}-{count}")).exists())
+    kept.mkdir(parents=True)
+    for name in ("report.json", "report.html", "report.png"):
+        if (folder / name).is_file():
+            (folder / name).replace(kept / name)

@@ -125,7 +125,20 @@ class Pipeline:
 
     def is_done(self, step: Step) -> bool:
         """Whether the step's result is there and nothing it depends on has changed."""
-        return bool(step.report) and (self.config.run.root / step.report).is_file() and self._done().get(step.name) == self.fingerprint(step)
+        if not step.report or not (self.config.run.root / step.report).is_file() or self._done().get(step.name) != self.fingerprint(step):
+            return False
+        return step.name != "bench" or self.own_benchmark()
+
+    def own_benchmark(self) -> bool:
+        """Whether bench/report.json is that of the config as it is, and not of `make bench` with other options."""
+        sections = self.config.as_dict()
+        try:
+            report = read_report(self.config.run.bench / "report.json")
+        except UserError:
+            return False  # damaged: it is measured again
+        then = report.get("config") or {}
+        same = all(json.dumps(then.get(name), sort_keys=True) == json.dumps(sections[name], sort_keys=True, default=str) for name in ("target", "serve", "bench"))
+        return same and not report.get("sweep") and report.get("prompt_sets", [self.config.bench.prompts]) == [self.config.bench.prompts]
 
     def run(self, names: list[str] | None = None) -> dict[str, float]:
         """Run the steps (all when `names` is None); returns seconds by step, 0 for one that was done. Raises UserError for a step that this run has not."""
