@@ -57,7 +57,7 @@ def choose_hardware(config: Config, args: argparse.Namespace) -> tuple[int, floa
         return args.gpus or config.plan.gpus or 1, (args.gpu_gib or config.plan.gpu_gib) * GIB, "the command line"
     if has_gpu() and not args.paper:
         found = gpus_here()
-        return len(found), min(found), "this machine's GPUs"
+        return len(found), min(found), f"this machine's GPU{'' if len(found) == 1 else 's'}"
     if config.plan.gpus:
         return config.plan.gpus, config.plan.gpu_gib * GIB, f"the machine that [plan] of the config names: {'--paper' if args.paper else 'this one has no GPU'}"
     return 0, 0.0, "no GPU here and none in [plan]: memory of GPUs is left out"
@@ -66,7 +66,8 @@ def choose_hardware(config: Config, args: argparse.Namespace) -> tuple[int, floa
 def print_plan(plan: planning.Plan, config: Config, amounts: planning.Amounts, hardware: str) -> None:
     print(f"{config.path.name}, run {config.run.name}: {amounts.samples:,} samples, {amounts.tokens / 1e6:,.2f} M tokens ({amounts.source}), "
           f"`final` kept for {100 * amounts.final_rows / max(amounts.tokens, 1):.0f}%")  # fmt: skip
-    print(f"{plan.gpus} GPUs with {plan.gpu_bytes / GIB:.2f} GiB free on each ({hardware})" if plan.gpus else hardware)
+    several = f"{plan.gpus} GPUs with {plan.gpu_bytes / GIB:.2f} GiB free on each" if plan.gpus > 1 else f"a GPU with {plan.gpu_bytes / GIB:.2f} GiB free"
+    print(f"{several} ({hardware})" if plan.gpus else hardware)
     for phase, parts in plan.phases.items():
         print(f"\n{phase}, GiB a GPU")
         for part in parts:

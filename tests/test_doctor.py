@@ -122,7 +122,7 @@ def test_what_is_wrong_with_a_box(box, changes, name, words):
 @pytest.mark.parametrize(("shown", "left"), [("0,1,2,3", 4), ("GPU-70,GPU-60", 2), ("3,9,4", 1)])
 def test_gpus_that_are_hidden_do_not_count(box, shown, left):
     code, text = doctor("--config", "kimi-k2.5", path=box(), CUDA_VISIBLE_DEVICES=shown)
-    assert code == 1 and f"leaves {left} of 8 GPUs" in line(text, "CUDA_VISIBLE_DEVICES") and f"8 of {left} GPUs" in line(text, "tensor parallelism")
+    assert code == 1 and f"leaves {left} of 8 GPUs" in line(text, "CUDA_VISIBLE_DEVICES") and f"8 of {left} GPU" in line(text, "tensor parallelism")
     assert line(text, f"{left} x NVIDIA RTX PRO 6000")
 
 
@@ -213,9 +213,16 @@ def test_a_config_for_gpus_on_a_machine_without(tmp_path):
 
 
 def test_no_tick_for_a_need_that_is_not_known(tmp_path):
+    _, text = doctor("--config", "kimi-k2.5", AERIE_RUNS_DIR=str(tmp_path))  # no weight file yet: a lower bound
+    assert line(text, "host memory").startswith(("·", "✗")) and "not known before the download" in line(text, "host memory")
     _, text = doctor("--config", "kimi-k2.5", python=str(tmp_path / "none"), flags=("-S", "-E"), PY="none")
     assert line(text, "disk").startswith(("·", "✗")) and "cannot be computed yet" in line(text, "disk")
     assert "`make target CONFIG=smollm2-gpu`" in doctor("--config", "smollm2-gpu", AERIE_RUNS_DIR=str(tmp_path))[1]
+
+
+def test_an_unknown_config_is_one_sentence():
+    code, text = doctor("--config", "nonesuch")
+    assert code == 1 and "known: " in line(text, "config: ") and "--config" not in text and "TOML" not in text
 
 
 def test_memory_is_compared_with_the_plan(tmp_path, smollm2):

@@ -183,7 +183,7 @@ def plan_server(plan: Plan, config: Config, shape: Shape, mode: str, args: dict[
     """Adds the phase `mode` (extraction, serving): static share (weights, KV) and what must fit beside it."""
     tp = ranks_of(args)
     if tp > plan.gpus:
-        plan.refusals.append(f"{mode}: server.args.tp-size = {tp} needs {tp} GPUs, and {plan.gpus} are there")
+        plan.refusals.append(f"{mode}: server.args.tp-size = {tp} needs {tp} GPUs, and {plan.gpus} {'is' if plan.gpus == 1 else 'are'} there")
         return
     dtype = config.target.dtype
     size = FLOAT_BYTES.get(dtype, 2)

@@ -23,7 +23,7 @@ def check_driver(facts: Facts) -> Iterator[Result]:
     if not facts.gpus:
         code, _ = ask(["nvidia-smi", "-L"])
         if facts.hidden:
-            yield Result(None, "NVIDIA driver", f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r} hides all {facts.hidden} GPUs: everything runs on the CPU", "unset it to use them")
+            yield Result(None, "NVIDIA driver", f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r} hides {'the GPU' if facts.hidden == 1 else f'all {facts.hidden} GPUs'}: everything runs on the CPU", "unset it to use them")
         elif code == NOT_THERE:
             enough = "which is enough for the demo and the tests" + (f", not for {facts.config.path.name}" if for_gpus(facts) else "")
             yield Result(None, "NVIDIA driver", f"none here: everything runs on the CPU, {enough}")
@@ -64,7 +64,7 @@ def check_enough_gpus(facts: Facts) -> Iterator[Result]:
         return
     name, here, ranks = facts.config.path.name, len(facts.gpus), ranks_of(facts.server_args)
     if here or ranks > 1:
-        yield Result(ranks <= here, "tensor parallelism", f"{name} asks for {ranks} of {here} GPUs", "run it on a machine that has them; `make plan` says what fits on fewer")
+        yield Result(ranks <= here, "tensor parallelism", f"{name} asks for {ranks} of {here} GPU{'' if here == 1 else 's'}", "run it on a machine that has them; `make plan` says what fits on fewer")
     elif facts.config.plan.gpus:
         planned = facts.config.plan.gpus
         yield Result(False, "GPUs", f"none here; {name} was written for {planned}", "run it where there is one; without a GPU this target is too slow to be of use")

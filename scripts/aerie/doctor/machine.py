@@ -26,9 +26,12 @@ def check_memory(facts: Facts) -> Iterator[Result]:
     available, total = memory_available()
     planned = facts.needs
     needed = int(max(32 * GIB if facts.gpus else 6 * GIB, planned.memory if planned else 0))
+    bound = bool(planned and planned.at_least)  # then a tick would say too much
+    later = f"; {facts.config.path.name} needs {planned.memory / GIB:.0f} GiB and one weight file on each rank, whose size is not known before the download" if bound else ""
     yield Result(
-        available >= needed, "host memory", f"{available / GIB:.0f} of {total / GIB:.0f} GiB available",
-        f"a server needs about {needed // GIB} GiB here; loading a large target with less was killed (exit -9, sglang #21898)",
+        False if available < needed else None if bound else True, "host memory", f"{available / GIB:.0f} of {total / GIB:.0f} GiB available{later}",
+        "run `make doctor` again when the model is there" if bound and available >= needed else
+        f"a server needs {'at least' if bound else 'about'} {needed // GIB} GiB here; loading a large target with less was killed (exit -9, sglang #21898)",
     )  # fmt: skip
     cores = len(os.sched_getaffinity(0))
     yield Result(None if cores < 8 and facts.gpus else True, "processors", f"{cores} usable", "")
@@ -43,7 +46,9 @@ def check_space(facts: Facts) -> Iterator[Result]:
     detail, todo = f"{free / 1e9:,.0f} GB free for {runs}", "the demo needs 20 GB; AERIE_RUNS_DIR points runs at another disk; `make plan CONFIG=...` says what a run needs"
     if planned and planned.disk > LEAST_DISK:
         detail += f", {facts.config.path.name} needs {planned.disk / 1e9:,.0f} GB"
-        todo = "`make plan CONFIG=...` says for what; AERIE_RUNS_DIR points runs at another disk; extract.dtype = \"fp8\" takes half; `make stream` (extract.keep_gb) never holds it all"
+        todo = "`make plan CONFIG=...` says for what; AERIE_RUNS_DIR points runs at another disk"
+        todo += "" if facts.config.extract.dtype == "fp8" else "; extract.dtype = \"fp8\" takes half"
+        todo += "" if facts.config.extract.keep_gb else "; `make stream` (extract.keep_gb) never holds it all"
     unknown = planned is None and for_gpus(facts)  # then a tick would say too much
     if unknown:
         detail += f"; what {facts.config.path.name} needs cannot be computed yet"

@@ -13,11 +13,13 @@ LEAST_DISK = 20 * GIB  # the demo with its packages
 
 @dataclass(frozen=True)
 class Needs:
-    """In bytes. disk: what the run still has to write; dumps: two dumps of the longest sample; memory: of the host, while a server loads."""
+    """In bytes. disk: what the run still has to write; dumps: two dumps of the longest sample; memory: of the host, while a server loads, with a weight file on every
+    rank; at_least: there is no weight file yet whose size could be in it."""
 
     disk: float
     dumps: float
     memory: float
+    at_least: bool = False
 
 
 def ranks_of(args: dict[str, Any]) -> int:
@@ -52,14 +54,16 @@ def needs_of(facts: Facts) -> Needs | None:
         planning.plan_disk(plan, config, shape, amounts, float("inf"), None)
         aux = len(config.target.aux_layer_ids)
         size = planning.FLOAT_BYTES.get(config.target.dtype, 2)
+        at_least = False
         if facts.gpus or for_gpus(facts):
             largest = max(host_memory.weight_files(Path(config.model_path)), default=0)
+            at_least = not largest
             chunk = int(facts.server_args.get("chunked-prefill-size", 8192))
             memory = ranks_of(facts.server_args) * (host_memory.GPU_PROCESS + largest) + planning.capture_bytes(shape, aux, chunk, size)["host"]
         else:
             memory = host_memory.CPU_PROCESSES + sum(shape.weight_bytes(1, config.target.dtype).values())
         there = sum(path.stat().st_size for path in config.run.root.rglob("*") if path.is_file())
         longest = min(amounts.longest, config.data.max_tokens) or config.data.max_tokens
-        return Needs(max(sum(part.bytes for part in plan.disk) - there, 0), 2 * planning.dump_bytes(shape, aux, config.target.dtype, longest), memory)
+        return Needs(max(sum(part.bytes for part in plan.disk) - there, 0), 2 * planning.dump_bytes(shape, aux, config.target.dtype, longest), memory, at_least)
     except Exception:  # whatever is wrong with packages, target or data is said by their own checks, and by `make plan`
         return None

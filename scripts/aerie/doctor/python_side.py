@@ -19,7 +19,8 @@ def check_python(facts: Facts) -> Iterator[Result]:
     good = version_tuple(version) >= (3, 11)
     yield Result(good, "Python", f"{version} ({facts.python})", "Aerie needs Python 3.11 or later: make setup PYTHON=/path/to/python3.11")
     if facts.config is None:
-        yield Result(False, "config", facts.config_error if "tomllib" not in facts.config_error else f"{sys.executable} is too old to read it", "see --config; Python 3.11 reads TOML")
+        old = "tomllib" in facts.config_error
+        yield Result(False, "config", f"{sys.executable} is too old to read it" if old else facts.config_error, "name a newer one: make doctor PY=/path/to/python3.11" if old else "")
 
 
 def check_packages(facts: Facts) -> Iterator[Result]:
