@@ -130,7 +130,8 @@ def probe(config: Config, plan: Plan, job: Job, urls: list[str], folder: Path) -
 
 def print_plan(config: Config, plan: Plan, todo: list[Job], left_out: dict[str, int], identity: dict[str, Any] | None, rate: float) -> None:
     """What will be asked for, and how large it will be; refuses when the disk is too small for it."""
-    reasons = [f"{count:,} {why}" for why, count in (plan.skipped | left_out).items()]
+    in_store = len(plan.jobs) - len(todo) - sum(left_out.values())
+    reasons = [f"{count:,} {why}" for why, count in ({"in the store already": in_store} | plan.skipped | left_out).items() if count]
     print(f"to extract: {lengths_line(todo)}; of all {plan.samples:,} samples {', '.join(reasons) or 'none left out'}")
     model = text_config(read_model_config(config.model_path))
     hidden = identity["hidden_size"] if identity else int(model["hidden_size"])
@@ -150,10 +151,8 @@ def print_plan(config: Config, plan: Plan, todo: list[Job], left_out: dict[str, 
         print(f"at {rate:,.0f} tok/s: {hours:.{1 if hours >= 1 else 3}f} hours")
     wanted = min(size, config.extract.keep_gb * 1e9) if config.extract.keep_gb else size
     if wanted > free:
-        raise UserError(
-            f"the store will need {wanted / 1e9:.2f} GB and {existing} has {free / 1e9:.2f} GB free; free some, set extract.dtype = fp8, or "
-            "extract.keep_gb for streaming"
-        )
+        advice = ["" if config.extract.dtype == "fp8" else ", or set extract.dtype = fp8", "" if config.extract.keep_gb else ", or set extract.keep_gb and stream"]
+        raise UserError(f"the store will need {wanted / 1e9:.2f} GB and {existing} has {free / 1e9:.2f} GB free; free some{''.join(advice)}")
 
 
 def accounting(plan: Plan, done: int, failed: int, left_out: dict[str, int], remaining: int) -> str:

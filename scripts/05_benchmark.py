@@ -18,8 +18,10 @@ from aerie.bench_prompts import CATEGORIES, load_set
 from aerie.bench_servers import BenchServers, only_benchmark, parse_sweep, run_sweep
 from aerie.config import Config, add_config_arguments, config_from_args
 from aerie.errors import EXIT_FAILED, UserError, run_main
+from aerie.other_runs import refuse_missing_drafter
 from aerie.predicted import Prediction
 from aerie.report import write_report
+from aerie.servers import Server
 
 
 def main() -> int:
@@ -31,6 +33,8 @@ def main() -> int:
         "3,1,4 3,4,16")
     args = parser.parse_args()
     config = config_from_args(args)
+    if Server.find(config, "serving") is None:
+        refuse_missing_drafter(config)
     settings = [parse_sweep(text) for text in args.sweep]
     asked = args.prompts or [config.bench.prompts]
     sets = [SetBenchmark(config, load_set(config, name)) for name in asked]

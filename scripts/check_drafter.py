@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from aerie.check import FLOATS, SGLANG_VERSIONS, Check, Serving, table
 from aerie.config import DEFAULT_CONFIG, add_config_arguments, config_from_args
 from aerie.errors import EXIT_FAILED, UserError, run_main
+from aerie.other_runs import refuse_missing_drafter
 from aerie.report import versions
 from aerie.serving import read_manifest, serving_of
 
@@ -30,6 +31,8 @@ def main() -> int:
     by_hand = args.drafter and args.target and not (args.config or args.run or args.overrides)  # then no config's server options say anything about this pair
     args.config = args.config or DEFAULT_CONFIG
     config = None if by_hand else config_from_args(args)
+    if not args.drafter:
+        refuse_missing_drafter(config)
     drafter = Path(args.drafter).expanduser() if args.drafter else config.run.drafter
     target = args.target or config.model_path
     serving = serving_of(config, read_manifest(config)) if config else Serving()

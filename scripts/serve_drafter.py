@@ -14,7 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from aerie.config import Config, add_config_arguments, config_from_args, make_words
 from aerie.errors import UserError, run_main
-from aerie.servers import Server, make_room, stop_servers, watcher_path, watcher_record
+from aerie.other_runs import refuse_missing_drafter
+from aerie.servers import Server, make_room, refuse_bad_target, stop_servers, watcher_path, watcher_record
 from aerie.serving import BACKGROUND, launch, record_watcher, refuse_bad_drafter, start_in_background, warm_up, watch
 
 
@@ -63,6 +64,10 @@ def main() -> int | None:
     if running or watcher_record(config, mode):
         raise UserError(f"the {mode} server of run {config.run.name!r} is starting or does not answer; see {config.run.logs / f'{mode}.log'}, wait, or end "
             f"it with --stop")
+    if mode == "serving":
+        refuse_missing_drafter(config)
+    if not config.run.root.exists():  # else a run is left that has a log and nothing else
+        refuse_bad_target(config)
     if args.background:
         words = [word for word in sys.argv[1:] if word != "--background"]
         return start_in_background(config, mode, [sys.executable, str(Path(__file__).resolve()), *words])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -73,3 +75,16 @@ def test_host_memory(config: Config) -> None:
     refuse_short_memory(config, "serving", available=20e9)
     with pytest.raises(UserError, match="1.0 GB of host memory are free"):
         refuse_short_memory(config, "serving", available=1e9)
+
+
+def test_a_missing_drafter_names_the_run_that_has_one_and_makes_no_folder(config: Config, tmp_path: Path) -> None:
+    """check, serve and bench of a run that is not there, after another run of the same target was trained: RUN= is what is missing."""
+    other = config.run.root.parent / "finished"
+    (other / "data").mkdir(parents=True)
+    (other / "data" / "report.json").write_text(json.dumps({"config": config.as_dict()}))
+    shutil.copytree(config.run.drafter, other / "drafter")
+    for script, more in (("check_drafter.py", []), ("serve_drafter.py", ["--background"]), ("05_benchmark.py", [])):
+        words = [str(config.path)] if script == "serve_drafter.py" else ["--config", str(config.path)]
+        done = subprocess.run([sys.executable, str(SCRIPTS / script), *words, "--run", "absent", *more], capture_output=True, text=True, cwd=tmp_path, check=False)
+        assert done.returncode == 2 and "finished" in done.stderr and "RUN=" in done.stderr and "--run " in done.stderr, done.stderr
+        assert not (other.parent / "absent").exists(), script

@@ -10,6 +10,7 @@ from .chats import BadRow, Chat, read_rows
 from .check import context_length
 from .config import Config
 from .errors import UserError
+from .other_runs import hint
 from .generate import Answer, Prompt, prompts_of
 from .identity import read_model_config, text_config
 from .paths import CONFIGS, resolve_input
@@ -143,7 +144,10 @@ def with_followups(config: Config, prompts: PromptSet, ask: Callable[[list[Promp
 
 def heldout_set(config: Config) -> PromptSet:
     """The prompts of the run's held-out chats: training's walk drafts on the same answers, so that its number and this one can be compared."""
-    file = SampleFile(config.run.data / "heldout.safetensors")
+    path = config.run.data / "heldout.safetensors"
+    if not path.exists():
+        raise UserError(f"{path} does not exist; make it with `make data`{hint(config, 'data/heldout.safetensors')}")
+    file = SampleFile(path)
     prompts = [prompt for index in range(min(config.bench.samples, len(file))) for prompt in prompts_of(file[index], config.bench.max_new_tokens)]
     if not prompts:
         raise UserError(f"{file.path} holds no sample with a prompt and an answer; set data.heldout and make it again with `make data`")

