@@ -192,7 +192,7 @@ def refuse_what_does_not_fit(names: Iterable[str]) -> None:
     free = psutil.virtual_memory().available
     for name in names:
         if (needed := weight_bytes(SIZES[name])) > free:
-            raise UserError(f"size {name} needs {needed / 1e9:.0f} GB for its float32 weights alone and {free / 1e9:.0f} GB are free; it is meant for a GPU (on a CPU: --sizes tiny)")
+            raise UserError(f"size {name} needs {needed / 1e9:.0f} GB in float32 for weights, gradients, moments and the target's embedding and head, and {free / 1e9:.0f} GB are free; it is meant for a GPU (on a CPU: --sizes tiny)")
 
 
 def main() -> int:
