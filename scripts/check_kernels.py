@@ -63,6 +63,8 @@ def as_if(module: Any, capability: int, found: list, tiles_of: int = 0) -> dict[
     """Make `module` believe it runs on that GPU, with its kernels replaced; returns what to put back. tiles_of: choose tiles as for another GPU."""
     kernels = {name: value for name, value in vars(module).items() if type(value).__name__ == "JITFunction" and (name.startswith(("_fwd", "_verify")) or name == "fused_moe_kernel")}
     changed = {name: Recorder(value, capability, found) for name, value in kernels.items()} | {"_is_cuda": True, "_is_hip": False, "CUDA_CAPABILITY": divmod(tiles_of or capability, 10), "is_arch_support_pdl": lambda: False}
+    if hasattr(module, "scaled_fp8_quant"):
+        changed["scaled_fp8_quant"] = lambda rows, scale, **options: (rows, scale)  # a kernel of its own, which runs on a GPU alone
     before = {name: vars(module).get(name) for name in changed}
     vars(module).update(changed)
     return before
@@ -107,21 +109,27 @@ def cases() -> dict[str, tuple[str, Callable[[Any], None]]]:
     def vision(module: Any) -> None:
         module.context_attention_fwd(rows(256, 16, 72), rows(256, 16, 72), rows(256, 16, 72), rows(256, 16, 72), indptr(0), indptr(256), 256, is_causal=False)
 
-    def experts(module: Any) -> None:
-        """One expert GEMM of DeepSeek-V3 at TP 8: H 7168, gate and up of 256 each; tiles as get_default_config() of fused_moe_triton_config.py gives for blocks of 128."""
-        import triton.language as tl
+    def experts(*tiles: int, hopper: tuple[int, ...] = (), blocks: bool = True) -> Callable[[Any], None]:
+        """One FP8 expert GEMM of DeepSeek-V3 at TP 8: H 7168, gate and up of 256 each; tiles (M, N, K, warps, stages) as get_default_config() of fused_moe_triton_config.py
+        gives them for blocks of 128, and for FP8 without blocks where shared memory is small; hopper: those that it gives elsewhere, under --tiles-of 90."""
 
-        tokens, hidden, wide = 64, 7168, 512
-        fp8 = torch.float8_e4m3fn
-        module.invoke_fused_moe_kernel(
-            torch.empty(tokens, hidden, dtype=fp8), torch.empty(8, wide, hidden, dtype=fp8), None, torch.empty(tokens, 8, wide, dtype=torch.bfloat16),
-            torch.empty(tokens, hidden // 128), torch.empty(8, wide // 128, hidden // 128), None, torch.empty(tokens, 8), torch.zeros(tokens, 8, dtype=torch.int32),
-            torch.zeros(1024, dtype=torch.int32), torch.zeros(16, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), False, 8,
-            {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 128, "GROUP_SIZE_M": 32, "num_warps": 4, "num_stages": 3}, tl.bfloat16,
-            True, False, False, False, False, [128, 128],
-        )  # fmt: skip
+        def call(module: Any) -> None:
+            import triton.language as tl
 
-    ops = "sglang.kernels.ops.attention"
+            tokens, hidden, wide, fp8 = 64, 7168, 512, torch.float8_e4m3fn
+            chosen = hopper if hopper and module.CUDA_CAPABILITY[0] == 9 else tiles
+            config = dict(zip(("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "num_warps", "num_stages"), chosen, strict=True)) | {"GROUP_SIZE_M": 32}
+            scales = (torch.empty(tokens, hidden // 128), torch.empty(8, wide // 128, hidden // 128)) if blocks else (torch.empty(1), torch.empty(8))
+            module.invoke_fused_moe_kernel(
+                torch.empty(tokens, hidden, dtype=fp8), torch.empty(8, wide, hidden, dtype=fp8), None, torch.empty(tokens, 8, wide, dtype=torch.bfloat16),
+                *scales, None, torch.empty(tokens, 8), torch.zeros(tokens, 8, dtype=torch.int32),
+                torch.zeros(1024, dtype=torch.int32), torch.zeros(16, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), False, 8,
+                config, tl.bfloat16, True, False, False, False, False, [128, 128] if blocks else None,
+            )  # fmt: skip
+
+        return call
+
+    ops, moe = "sglang.kernels.ops.attention", "sglang.kernels.ops.moe.fused_moe_triton_kernels"
     return {
         "prefill, MLA 192/128 (Kimi, DeepSeek)": (f"{ops}.extend_attention", extend(8, 8, 192, 128)),
         "prefill over the latent, MLA 576/512": (f"{ops}.extend_attention", extend(8, 1, 576, 512)),
@@ -130,7 +138,9 @@ def cases() -> dict[str, tuple[str, Callable[[Any], None]]]:
         "decode, grouped heads of 128": (f"{ops}.decode_attention", decode(32, 8, 128, 128)),
         "verify four drafted tokens, heads of 128": (f"{ops}.verify_splitkv", verify("verify_splitkv_fwd", 32, 8, 128, 128)),
         "verify four drafted tokens, MLA 576/512": (f"{ops}.verify_mla", verify("verify_shared_kv_fwd", 8, 1, 576, 512)),
-        "experts, FP8 in blocks (DeepSeek-V3, Kimi-K2)": ("sglang.kernels.ops.moe.fused_moe_triton_kernels", experts),
+        "experts, FP8 in blocks (DeepSeek-V3, Kimi-K2)": (moe, experts(64, 128, 128, 4, 3)),
+        "experts, FP8 without blocks, many tokens": (moe, experts(64, 128, 256, 4, 2, hopper=(128, 256, 128, 8, 4), blocks=False)),
+        "experts, FP8 without blocks, few tokens": (moe, experts(32, 64, 256, 4, 4, hopper=(64, 128, 128, 4, 4), blocks=False)),
         "vision tower, heads of 72 (Kimi-K2.5)": (f"{ops}.prefill_attention", vision),
     }
 
