@@ -192,7 +192,7 @@ def test_refused_at_start_by_a_real_server(args: dict[str, Any], words: str, mak
     cores = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if "pp-size" in args else {}  # SGLang asks for it when a CPU serves two ranks
     config = make_config("deepseek_v3", f"refused-{next(iter(args))}", server={"env": cores})
     real = servers.server_args
-    monkeypatch.setattr(servers, "server_args", lambda config, mode: real(config, mode) | args)
+    monkeypatch.setattr(servers, "server_args", lambda config, mode, gpu=None: real(config, mode, gpu) | args)
     with Server.start(config, "extraction") as server:
         with pytest.raises(Exception, match=words):
             server.wait_ready(200)
