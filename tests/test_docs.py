@@ -24,7 +24,7 @@ PAGES = sorted((ROOT / "docs").glob("*.md")) + [path for path in (ROOT / "README
 STARTS = ("make ", "scripts/", "./scripts/", "python", "torchrun ", "PY=", "AERIE_", "tests/", "cuda/")
 RUN = (  # short ones: executed, and must end with this code
     ("make help", 0), ("scripts/plan_run.py --config kimi-k2.5 --paper", 0), ("scripts/plan_run.py --config qwen3-8b --gpus 1 --gpu-gib 31 --paper", 0),
-    ("scripts/sglang_args.py kimi-k2.5 extraction --shell", 0), ("scripts/sglang_args.py kimi-k2.5 serving --shell", 0), ("scripts/00_apply_patch.sh --check", 0),
+    ("scripts/sglang_args.py kimi-k2.5 extraction --shell --paper", 0), ("scripts/sglang_args.py kimi-k2.5 serving --shell --paper", 0), ("scripts/00_apply_patch.sh --check", 0),
 )  # fmt: skip
 
 
