@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Callable
 
 import pytest
-from aerie import bench, bench_prompts, bench_servers, generate
+from aerie import bench, bench_prompts, bench_servers, generate, servers
 from aerie.bench_prompts import Item, PromptSet, load_set, with_followups
 from aerie.chats import BadRow
 from aerie.config import Config
@@ -122,6 +122,33 @@ def test_servers_of_its_own_end_with_it(config: Config, sign: signal.Signals, tm
             os.kill(server, signal.SIGKILL)
         except ProcessLookupError:
             pass
+
+
+@pytest.mark.parametrize("trouble", ["SIGTERM while it starts", "no room for its record"])
+def test_a_server_that_nobody_knows_of_yet_ends_too(trouble: str, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal comes as the new process writes, before its parent has even returned from starting it; or the record cannot be written."""
+    started, real = tmp_path / "started", servers.write_json
+    begin = f"kill -TERM {os.getpid()}; " if "SIGTERM" in trouble else ""
+    monkeypatch.setattr(servers, "command_line", lambda *_: ["sh", "-c", f"echo $$ > {started}; {begin}exec sleep 300"])
+    monkeypatch.setattr(servers, "problem_with", lambda *_: "")
+
+    def write(path: Path, content: Any) -> None:
+        while not (started.exists() and started.read_text().strip()):
+            time.sleep(0.01)
+        if "record" in trouble:
+            raise OSError(28, "No space left on device", str(path))
+        real(path, content)
+
+    monkeypatch.setattr(servers, "write_json", write)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))
+    try:
+        with pytest.raises((SystemExit, OSError)):
+            servers.Server.start(config, "baseline")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(started.read_text()), 0)
+    assert not servers.Server.record_path(config, "baseline").exists()
 
 
 def test_the_numbers_are_said_even_where_the_report_cannot_be_written(config: Config, fakes: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

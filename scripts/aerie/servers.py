@@ -23,6 +23,7 @@ from .nvidia import HANGS, ask
 from .paths import ROOT, python_path
 from .ports import another_listens, port_problem
 from .report import write_json
+from .signals import signals_held
 from .target import problem_with
 
 MODES = ("extraction", "serving", "baseline", "oracle")  # capture on / target + drafter / target alone / SGLang's own aux states in the answer (see prove.py)
@@ -364,16 +365,21 @@ class Server:
         if log.exists():
             log.replace(log.with_suffix(".previous.log"))
         argv = command_line(config, mode) + render_args(extra_args or {})
-        with open(log, "wb") as output:
-            process = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                env=inherited_env(mode) | server_env(config, mode) | (extra_env or {}), start_new_session=True,
-            )  # fmt: skip
-        record = {
-            "pid": process.pid, "start_ticks": start_ticks(process.pid), "mode": mode, "url": url_of(config, mode), "log": str(log),
-            "command": argv, "model_path": config.model_path, "aux_layer_ids": config.target.aux_layer_ids, "dtype": config.extract.dtype, "started": time.time(),
-        }  # fmt: skip
-        write_json(cls.record_path(config, mode), record)
+        env, process = inherited_env(mode) | server_env(config, mode) | (extra_env or {}), None
+        try:
+            with open(log, "wb") as output, signals_held():
+                process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+                record = {
+                    "pid": process.pid, "start_ticks": start_ticks(process.pid), "mode": mode, "url": url_of(config, mode), "log": str(log),
+                    "command": argv, "model_path": config.model_path, "aux_layer_ids": config.target.aux_layer_ids, "dtype": config.extract.dtype, "started": time.time(),
+                }  # fmt: skip
+                write_json(cls.record_path(config, mode), record)
+        except BaseException:  # a signal, or no room for the record: nobody would end it
+            if process is not None:
+                end_group(process.pid)
+                process.wait()
+                cls.record_path(config, mode).unlink(missing_ok=True)
+            raise
         return cls(config, mode, process, record)
 
     def alive(self) -> bool:
