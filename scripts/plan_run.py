@@ -15,7 +15,7 @@ from aerie.config import AT_MOST, Config, add_config_arguments, config_from_args
 from aerie.errors import UserError, run_main
 from aerie.nvidia import gpu_rows, visible
 from aerie.report import read_report, write_report
-from aerie.servers import OPS_LIBRARY, dump_dir, has_gpu, server_args
+from aerie.servers import dump_dir, has_gpu, ops_built, server_args
 from aerie.shapes import Shape
 
 GIB = planning.GIB
@@ -108,7 +108,7 @@ def measured_server(log: Path) -> dict[str, float]:
 
 def loss_kernel(config: Config) -> bool:
     """Whether training would use the loss kernel of cuda/ on a GPU of this machine."""
-    return OPS_LIBRARY.is_file() and config.train.kernels != "off" and os.environ.get("AERIE_DRAFTER_OPS") != "reference"
+    return ops_built() and config.train.kernels != "off"
 
 
 def compare(plan: planning.Plan, config: Config, shape: Shape, args: argparse.Namespace, server_options: dict[str, dict]) -> list[tuple[str, float, float]]:

@@ -82,8 +82,7 @@ def measure(server: Server, prompts: list[Prompt], concurrency: int, timeout_s: 
         done = lambda answer: progress.update(1, len(answer.output_ids), request_seconds=answer.seconds)  # noqa: E731
         answers, seconds = ask_server(server, prompts, concurrency, timeout_s, done, generate_streamed if streamed else generate)
     except requests.RequestException as exc:
-        state = "is alive" if server.alive() else f"died: {server.last_error()}"
-        raise UserError(f"the {server.mode} server does not take requests ({type(exc).__name__}); it {state} (log: {server.log})") from None
+        raise UserError(f"the {server.mode} server does not take requests ({type(exc).__name__}); it {server.state()} (log: {server.log})") from None
     finally:
         progress.close()
     if server.mode == "serving" and not any(answer.verifications for answer in answers):
@@ -238,10 +237,13 @@ def table(content: dict[str, Any]) -> str:
                 f"  {level['concurrency']:>11}  {level['requests']:>8}  {level['baseline']['tok_s']:>13.1f}  {fast['tok_s']:>10.1f}  {level['speedup']:>7.2f}x{predicted}"
                 f"  {fast['accept_length']:>22.3f}  {fast['accept_length_request_mean']:>16.3f}"
             )
-        if rounds := [(level["concurrency"], *(level[side].get("rounds_tok_s", []) for side in ("baseline", "speculative"))) for level in one["levels"]]:
-            said = (f"{concurrency}: {min(plain):.1f} to {max(plain):.1f} without, {min(fast):.1f} to {max(fast):.1f} with" for concurrency, plain, fast in rounds if plain and fast)
-            if words := "; ".join(said):
-                lines.append(f"  rounds, of which the table has the median, tok/s at {words}")
+        rounds = []
+        for level in one["levels"]:
+            plain, fast = (level[side].get("rounds_tok_s") for side in ("baseline", "speculative"))
+            if plain and fast:
+                rounds.append(f"{level['concurrency']}: {min(plain):.1f} to {max(plain):.1f} without, {min(fast):.1f} to {max(fast):.1f} with")
+        if rounds:
+            lines.append(f"  rounds, of which the table has the median, tok/s at {'; '.join(rounds)}")
         if len(one["by_category"]) > 1:
             lines.append("  accept length by kind: " + ", ".join(f"{kind} {numbers['accept_length']:.2f}" for kind, numbers in one["by_category"].items() if numbers["accept_length"] is not None))
         if lossless := one["lossless"]:

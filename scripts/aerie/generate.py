@@ -162,8 +162,7 @@ def ask_server(
     try:
         answers, seconds = generate_all(server.url, prompts, concurrency, timeout_s, count, one)
     except requests.RequestException as exc:
-        state = "is alive" if server.alive() else f"died: {server.last_error()}"
-        raise UserError(f"the {server.mode} server stopped answering after {answered} of {len(prompts)} requests ({type(exc).__name__}); it {state} "
+        raise UserError(f"the {server.mode} server stopped answering after {answered} of {len(prompts)} requests ({type(exc).__name__}); it {server.state()} "
             f"(log: {server.log})") from None
     if not server.alive():
         raise UserError(f"the {server.mode} server died while {len(prompts)} requests were under way, and another one answers on {server.url}: {server.last_error()} "

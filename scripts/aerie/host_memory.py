@@ -7,7 +7,7 @@ from pathlib import Path
 from .config import Config
 from .errors import UserError
 from .identity import read_model_config, text_config
-from .servers import has_gpu, option_number, server_args
+from .servers import has_gpu, server_args, tensor_parallel
 
 GB = 1e9
 CPU_PROCESSES = 3.5 * GB  # SGLang's three processes without weights on a CPU: 4.3 GB were seen with 0.54 GB of weights
@@ -26,8 +26,7 @@ def needed_bytes(config: Config, mode: str, gpu: bool) -> float:
     drafter = weight_files(config.run.drafter) if mode == "serving" else []
     if gpu:
         args = server_args(config, mode)
-        ranks = option_number(args, "tp-size", "tp", "tensor-parallel-size", default=1)
-        return ranks * (GPU_PROCESS + max(target + drafter, default=0))
+        return tensor_parallel(args) * (GPU_PROCESS + max(target + drafter, default=0))
     from .check import served_dtype  # imports torch, which `make doctor` does without
 
     model = text_config(read_model_config(config.model_path))

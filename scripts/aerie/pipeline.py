@@ -127,9 +127,9 @@ class Pipeline:
         """Whether the step's result is there and nothing it depends on has changed."""
         if not step.report or not (self.config.run.root / step.report).is_file() or self._done().get(step.name) != self.fingerprint(step):
             return False
-        return step.name != "bench" or self.own_benchmark()
+        return step.name != "bench" or self.own_benchmark(step)
 
-    def own_benchmark(self) -> bool:
+    def own_benchmark(self, step: Step) -> bool:
         """Whether bench/report.json is that of the config as it is, and not of `make bench` with other options."""
         sections = self.config.as_dict()
         try:
@@ -137,7 +137,7 @@ class Pipeline:
         except UserError:
             return False  # damaged: it is measured again
         then = report.get("config") or {}
-        same = all(json.dumps(then.get(name), sort_keys=True) == json.dumps(sections[name], sort_keys=True, default=str) for name in ("target", "serve", "bench"))
+        same = all(json.dumps(then.get(name), sort_keys=True) == json.dumps(sections[name], sort_keys=True, default=str) for name in step.sections)
         return same and not report.get("sweep") and report.get("prompt_sets", [self.config.bench.prompts]) == [self.config.bench.prompts]
 
     def run(self, names: list[str] | None = None) -> dict[str, float]:

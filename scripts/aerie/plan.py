@@ -18,7 +18,7 @@ from .gpus import apart
 from .paths import resolve_input
 from .report import read_report
 from .samples import SampleFile
-from .servers import option_number
+from .servers import option_number, tensor_parallel
 from .shapes import FLOAT_BYTES, Shape, load_shape
 from .store_files import supervised_rows
 
@@ -174,14 +174,9 @@ def drafter_kv(config: Config, shape: Shape, tp: int) -> float:
     return 2 * max(drafter["num_key_value_heads"] / tp, 1) * drafter["head_dim"]
 
 
-def ranks_of(args: dict[str, Any]) -> int:
-    """GPUs that share the weights."""
-    return option_number(args, "tp-size", "tp", "tensor-parallel-size", default=1)
-
-
 def plan_server(plan: Plan, config: Config, shape: Shape, mode: str, args: dict[str, Any]) -> None:
     """Adds the phase `mode` (extraction, serving): static share (weights, KV) and what must fit beside it."""
-    tp = ranks_of(args)
+    tp = tensor_parallel(args)
     if tp > plan.gpus:
         plan.refusals.append(f"{mode}: server.args.tp-size = {tp} needs {tp} GPUs, and {plan.gpus} {'is' if plan.gpus == 1 else 'are'} there")
         return
@@ -336,7 +331,7 @@ def more_disk(plan: Plan, config: Config) -> str:
         advice.append("set extract.dtype = \"fp8\" (half)")
     if config.extract.keep_gb:
         advice.append(f"lower extract.keep_gb = {config.extract.keep_gb:g}")
-    elif streams(plan, config, ranks_of(config.server.args)):
+    elif streams(plan, config, tensor_parallel(config.server.args)):
         advice.append("train while extracting: `make stream` with extract.keep_gb" + (", on a GPU of its own" if plan.gpus > 1 else ""))
     return ", ".join(advice[:-1]) + (", or " if len(advice) > 1 else "") + advice[-1]
 
@@ -401,7 +396,7 @@ def make_plan(config: Config, shape: Shape, amounts: Amounts, *, gpus: int, gpu_
         plan_server(plan, config, shape, "extraction", extraction_args)
         plan_server(plan, config, shape, "serving", serving_args)
         plan_training(plan, config, shape, amounts.final_rows / max(amounts.tokens, 1), loss_kernel)
-        plan_streaming(plan, config, ranks_of(extraction_args))
+        plan_streaming(plan, config, tensor_parallel(extraction_args))
     plan_disk(plan, config, shape, amounts, disk_free, dumps_free)
     plan_hours(plan, config, amounts)
     longest = max(config.target.aux_layer_ids)

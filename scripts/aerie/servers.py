@@ -159,6 +159,16 @@ def option_number(args: dict[str, Any], *names: str, default: float, least: floa
     return int(number) if whole else number
 
 
+def tensor_parallel(args: dict[str, Any]) -> int:
+    """GPUs that share the weights, of SGLang's options."""
+    return option_number(args, "tp-size", "tp", "tensor-parallel-size", default=1)
+
+
+def ops_built() -> bool:
+    """Whether `make cuda` has made the drafter ops and nothing asks for the reference in their place."""
+    return OPS_LIBRARY.is_file() and os.environ.get("AERIE_DRAFTER_OPS") != "reference"
+
+
 def inherited_env(mode: str) -> dict[str, str]:
     """Our own environment; capture settings in it are for the extraction server alone."""
     return {name: value for name, value in os.environ.items() if mode == "extraction" or not name.startswith("SGLANG_HS_DUMP_")}
@@ -173,7 +183,7 @@ def server_env(config: Config, mode: str, gpu: bool | None = None) -> dict[str, 
         env["SGLANG_HS_DUMP_DIR"] = str(dump_dir(config, gpu))
         env["SGLANG_HS_DUMP_LAYER_IDS"] = ",".join(map(str, config.target.aux_layer_ids))
         env["SGLANG_HS_DUMP_DTYPE"] = config.extract.dtype
-        if config.extract.dtype == "fp8" and on_gpu(gpu) and OPS_LIBRARY.is_file() and os.environ.get("AERIE_DRAFTER_OPS") != "reference":
+        if config.extract.dtype == "fp8" and on_gpu(gpu) and ops_built():
             env["SGLANG_HS_DUMP_OPS"] = str(OPS_LIBRARY)
     if mode == "serving" and config.serve.drafter_ops:
         env |= drafter_ops_env(env, gpu)
@@ -387,6 +397,10 @@ class Server:
         if self.process is not None:
             return self.process.poll() is None
         return start_ticks(self.record["pid"]) == self.record["start_ticks"]
+
+    def state(self) -> str:
+        """For a sentence about a server that does not answer."""
+        return "is alive" if self.alive() else f"died: {self.last_error()}"
 
     def healthy(self, timeout_s: float = 5.0) -> bool:
         """Whether it answers /health with 200 now. Another program's answer does not count: one can take the port while ours still loads."""
