@@ -321,11 +321,12 @@ def decode_ops(bench: Bench, batches: list[int], vd: int, peers: bool) -> None:
     for n in batches:
         for dtype in (torch.bfloat16, torch.float32):
             logits = torch.randn(n, vd, device="cuda").to(dtype)
-            for k in (1, 8):
+            for k in (1, 4, 8, 32):
                 name = f"3 draft_topk {str(dtype)[6:]}, k {k}"
                 bench.add_decode(name, f"[{n}, {vd}]", lambda: OPS.draft_topk(logits, d2t, k), floor)  # noqa: B023
-                for number, variant in enumerate(VARIANTS["topk"] if bench.variants and k == 1 else []):
-                    with chosen("topk", number):
+                which = "topk" if k == 1 else "topk_ranked"
+                for number, variant in enumerate(VARIANTS[which] if bench.variants else []):
+                    with chosen(which, number):
                         bench.add_decode(f"{name} ({number}: {variant})", f"[{n}, {vd}]", lambda: OPS.draft_topk(logits, d2t, k), floor)  # noqa: B023
         if peers:
             bench.add_decode("3 the largest alone, PyTorch", f"[{n}, {vd}]", lambda: logits.max(-1), floor)  # noqa: B023
@@ -342,6 +343,9 @@ def decode_ops(bench: Bench, batches: list[int], vd: int, peers: bool) -> None:
         tree = ops.build_tree(parents, chosen_nodes, lengths, topk, steps)
         build = (parents, chosen_nodes, lengths, *tree, topk, steps)
         bench.add_decode("4 build_tree, 32 nodes", f"[{n}]", lambda: ops.build_tree_into(*build), floor)  # noqa: B023
+        for number, variant in enumerate(VARIANTS["build_tree"] if bench.variants else []):
+            with chosen("build_tree", number):
+                bench.add_decode(f"4 build_tree, 32 nodes ({number}: {variant})", f"[{n}]", lambda: ops.build_tree_into(*build), floor)  # noqa: B023
         tokens, target = (torch.randint(0, 3, (n, nodes), device="cuda") for _ in range(2))
         buffers = (torch.zeros(n * nodes, dtype=torch.int32, device="cuda"), torch.zeros(n, 6, dtype=torch.int32, device="cuda"), torch.zeros(n, dtype=torch.int32, device="cuda"))
         bench.add_decode("4 verify_tree_greedy, 32 nodes", f"[{n}]", lambda: ops.verify_tree_greedy_into(*buffers, tokens, *tree[2:], target), floor)  # noqa: B023

@@ -38,10 +38,12 @@ SIGNATURES: dict[str, list] = {
 # Ops with several kernels, in the order of the header's numbers, and the kernels by number. The usual choice goes by size; for the others a number is 0.
 VARIANTS: dict[str, list[str]] = {
     "soft_target": ["128 x 1", "128 x 2", "128 x 4", "128 x 8", "two passes"],  # threads x blocks a row
-    "online": ["128 threads, 4 loads", "256 threads, 2 loads"],
+    "online": ["128 threads, 4 loads", "256 threads, 8 kept"],
     "drafter_input_backward": ["two rows in flight", "three rows"],
     "dequantize": ["128 threads a row", "256 threads"],
     "topk": ["pulled", "pushed"],  # k = 1
+    "topk_ranked": ["ranked", "filtered"],  # k > 1
+    "build_tree": ["32 warps", "4 warps, each by itself"],
 }
 PREFER = 100  # AERIE_PREFER
 

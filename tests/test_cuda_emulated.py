@@ -61,8 +61,8 @@ def same(a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> None:
 @pytest.mark.parametrize("number", range(len(VARIANTS["soft_target"])), ids=VARIANTS["soft_target"])
 def test_soft_target(kernels, number, late):
     kernels.set_late(late)
-    cluster = (1, 2, 4, 8, 0)[number]  # blocks a row; 0: the two-pass kernel
-    n, m, v = 7, 4, 8 * (128 if cluster else 512) * max(cluster, 1) * 2 + 8 * 37  # two or three turns a thread, the last one not full
+    threads, blocks = (512, 1) if number == 4 else (128, 2**number)  # of a row
+    n, m, v = 7, 4, 8 * threads * blocks * 2 + 8 * 37  # two or three turns a thread, the last one not full
     draft, target = (torch.randn(n, v) * 3).bfloat16(), (torch.randn(m, v) * 3).bfloat16()
     draft[0, 1::2] = -torch.inf
     target[1, 1::2] = -torch.inf
@@ -81,7 +81,7 @@ def test_soft_target(kernels, number, late):
         grad = logits if inplace else torch.full_like(draft, torch.nan)
         loss, accept = (torch.full((n,), torch.nan) for _ in range(2))
         match, in_vocab = (torch.ones(n, dtype=torch.bool) for _ in range(2))
-        assert run(kernels, "soft_target", cluster, 2, logits, v, target, v, given, top, weights, rows, n, m, v, renormalize, loss, match, accept, in_vocab, grad, v) == 0
+        assert run(kernels, "soft_target", number, 2, logits, v, target, v, given, top, weights, rows, n, m, v, renormalize, loss, match, accept, in_vocab, grad, v) == 0
         same(loss, want["loss"], 2e-4, 2e-4), same(accept, want["accept"], 2e-4, 2e-4)
         same(grad, want["grad"], 2**-8 + 2e-4, 1e-6)
         assert match.tolist() == want["match"].tolist() and in_vocab.tolist() == want["in_vocab"].tolist()
@@ -89,7 +89,7 @@ def test_soft_target(kernels, number, late):
 
 @pytest.mark.parametrize("number", range(len(VARIANTS["online"])), ids=VARIANTS["online"])
 def test_online(kernels, number):
-    n, v = 3, 9000
+    n, v = 3, 30000  # the last chunk takes the second kernel two turns
     logits = (torch.randn(n, v) * 3).bfloat16()
     logits[0, 4500:] = logits[0].max()  # ties
     logits[1] *= 500
@@ -168,14 +168,49 @@ def test_topk_of_one(kernels, number, v):
         same(log_probs, want[0], 1e-4, 1e-5)
 
 
-def test_topk_ranked(kernels):
-    logits, d2t = torch.randn(2, 5003), torch.arange(5003)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
+@pytest.mark.parametrize("v, k", [(5003, 8), (32000, 8), (32768, 5), (131, 32), (9, 7), (20000, 32), (2, 2)])
+@pytest.mark.parametrize("number", range(2), ids=VARIANTS["topk_ranked"])
+def test_topk_ranked(kernels, number, v, k, dtype):
+    """Ties, sorted rows and infinities in one batch; the rows lie off 16 bytes where the width does."""
+    logits, d2t = torch.randn(6, v), torch.randint(0, 9, (v,)).cumsum(0)
     logits[0, ::7] = 1.5
-    log_probs, ids = torch.full((2, 8), torch.nan), torch.full((2, 8), -1)
-    run(kernels, "topk_ranked", logits, d2t, 2, 5003, 8, log_probs, ids)
-    want = reference.draft_topk(logits, d2t, 8)
-    assert torch.equal(ids, want[1])
+    logits[1] = 0.25  # all the same
+    logits[2] = logits[2].sort(descending=True).values
+    logits[3, 1:] = -torch.inf
+    logits[4, : v // 2] = 0.0
+    logits[4, v // 2 :] = -0.0  # ties with 0
+    logits[5, v - 1] = torch.nan  # above all
+    logits = logits.to(dtype)
+    log_probs, ids = torch.full((6, k), torch.nan), torch.full((6, k), -1)
+    positions, tokens = torch.arange(6), torch.full((6,), -1)
+    run(kernels, "topk_of", number, logits, dtype == torch.float32, v, d2t, 6, v, k, log_probs, ids, positions, tokens)
+    want = reference.draft_topk(logits, d2t, k)
+    assert torch.equal(ids, want[1]) and torch.equal(tokens, ids[:, 0]) and positions.tolist() == [1, 2, 3, 4, 5, 6]
     same(log_probs, want[0], 1e-4, 1e-5)
+
+
+@pytest.mark.parametrize("topk, steps, nodes, full", [(1, 3, 4, 1), (4, 5, 32, 1), (4, 5, 32, 0), (8, 3, 31, 1), (3, 4, 1, 1)])
+@pytest.mark.parametrize("broken", [False, True], ids=["a tree", "any numbers"])
+def test_small_trees(kernels, topk, steps, nodes, full, broken):
+    n, count = 3, topk + (steps - 1) * topk**2
+    parents = torch.stack([torch.cat([torch.tensor([-1]), torch.randperm(count)[: (steps - 1) * topk]]) for _ in range(n)])
+    parents[:, 1 : topk + 1] = torch.arange(topk)
+    chosen = torch.stack([torch.randperm(count)[: nodes - 1].sort().values for _ in range(n)])
+    if broken:
+        parents, chosen = torch.randint(-3, count + 2, parents.shape), torch.randint(-3, count * 2, chosen.shape)
+        chosen[0, : nodes // 2] = 2**40
+    lengths = torch.tensor([3, 40, 17])
+    cells = nodes * nodes * n + int(lengths.sum()) * nodes * full
+    if broken:  # the reference takes no such lists: as the kernel for any size has it
+        want = torch.ones(cells, dtype=torch.bool), *(torch.full((n * nodes,), -9) for _ in range(4))
+        run(kernels, "tree", 0, parents, parents.shape[1], chosen, lengths, want[0], cells, *want[1:], n, topk, steps, nodes, full)
+    else:
+        want = reference_tree.build_tree(parents, chosen, lengths, topk, steps, bool(full))
+    mask, rest = torch.ones(cells, dtype=torch.bool), [torch.full_like(x, -9) for x in want[1:]]
+    run(kernels, "tree", 1, parents, parents.shape[1], chosen, lengths, mask, mask.numel(), *rest, n, topk, steps, nodes, full)
+    for got, expected in zip((mask, *rest), want):
+        assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("topk, steps, nodes", [(1, 3, 4), (4, 5, 32), (4, 5, 45), (8, 3, 64)])
@@ -188,7 +223,7 @@ def test_trees(kernels, topk, steps, nodes):
     want = reference_tree.build_tree(parents, chosen, lengths, topk, steps)
     mask = torch.ones_like(want[0])
     rest = [torch.full_like(x, -9) for x in want[1:]]
-    run(kernels, "tree", parents, parents.shape[1], chosen, lengths, mask, mask.numel(), *rest, n, topk, steps, nodes)
+    run(kernels, "tree", 0, parents, parents.shape[1], chosen, lengths, mask, mask.numel(), *rest, n, topk, steps, nodes, 1)
     for got, expected in zip((mask, *rest), want):
         assert torch.equal(got, expected)
     candidates, target = (torch.randint(0, 3, (n, nodes)) for _ in range(2))

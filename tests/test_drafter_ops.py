@@ -507,20 +507,21 @@ def test_fake_kernels_match():
 
 
 @gpu
-@pytest.mark.parametrize("op", ["online", "drafter_input_backward", "dequantize", "topk"])
+@pytest.mark.parametrize("op", ["online", "drafter_input_backward", "dequantize", "topk", "topk_ranked"])
 def test_every_variant_cuda(op):
     """The kernels that are not the usual choice: the same function on sizes that several of them share, rows enough for persistent blocks to go round."""
-    if op == "topk":
-        for n, v in ((1, 32000), (3, 131), (64, 31999), (2, 1)):
+    if op in ("topk", "topk_ranked"):
+        for n, v, k in ((1, 32000, 8), (3, 131, 32), (64, 31999, 32), (2, 1, 1)):
+            k = 1 if op == "topk" else k
             logits = torch.randn(n, v, device="cuda")
             logits[0, v // 2 :] = logits[0].max()  # ties: the lowest id
             d2t = torch.randint(0, 1000, (v,), device="cuda").cumsum(0)
             for dtype in (torch.float32, torch.bfloat16):
                 x = logits.to(dtype)
-                want = reference.draft_topk(x, d2t, 1)
+                want = reference.draft_topk(x, d2t, k)
                 for number in range(len(VARIANTS[op])):
                     with chosen(op, number):
-                        got = ops.draft_topk(x, 1, d2t)
+                        got = ops.draft_topk(x, k, d2t)
                     assert torch.equal(got[1], want[1]), (number, n, v, dtype)
                     same(got[0], want[0], 1e-4, 1e-4)
         return

@@ -7,8 +7,8 @@
 #define AERIE_ABI 5
 
 // Ops that have more than one kernel: which of them runs may be chosen by number (op_library.py has their names), for measuring and testing.
-enum { AERIE_SOFT_TARGET, AERIE_ONLINE, AERIE_INPUT_BACKWARD, AERIE_DEQUANTIZE, AERIE_TOPK, AERIE_OPS };
-static const int AERIE_VARIANTS[AERIE_OPS] = {5, 2, 2, 2, 2};
+enum { AERIE_SOFT_TARGET, AERIE_ONLINE, AERIE_INPUT_BACKWARD, AERIE_DEQUANTIZE, AERIE_TOPK, AERIE_TOPK_RANKED, AERIE_BUILD_TREE, AERIE_OPS };
+static const int AERIE_VARIANTS[AERIE_OPS] = {5, 2, 2, 2, 2, 2, 2};
 #define AERIE_PREFER 100  // added to a number: take that kernel where it fits, else the usual one; without it a kernel that does not fit is an error
 
 #pragma GCC visibility push(default)

@@ -11,7 +11,7 @@ int prepare_fp8();
 }  // namespace aerie
 
 namespace aerie {
-static int choices[AERIE_OPS] = {-1, -1, -1, -1, -1};
+static int choices[AERIE_OPS] = {-1, -1, -1, -1, -1, -1, -1};
 int choice(int op) { return choices[op]; }
 }  // namespace aerie
 

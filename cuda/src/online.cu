@@ -13,7 +13,8 @@ __device__ __forceinline__ float term(float x, float shift, bool usual) {
 // exp2 of (shift - top * log2(e)): from a sum relative to the shift to one relative to the logit itself.
 __device__ __forceinline__ float to_top(float top, float shift) { return fabsf(top) <= 1024.f ? exp2_fast(fmaf(-top, LOG2E, shift)) : 1.f; }
 
-template <int THREADS, int UNROLL>
+// KEPT: the last turn's columns are still in registers when the column of the largest logit is looked for, so that a row of one turn is read once.
+template <int THREADS, int UNROLL, bool KEPT = false>
 __global__ void __launch_bounds__(THREADS) online_update(const __nv_bfloat16* chunk, int64_t stride, int columns, int64_t start, float* running_max,
                                                          float* running_sum, int64_t* argmax) {
     constexpr int WARPS = THREADS / 32;
@@ -44,8 +45,8 @@ __global__ void __launch_bounds__(THREADS) online_update(const __nv_bfloat16* ch
         raise(value, -1 - tid);
         sum += term(value, shift, false);
     }
+    uint4 v[UNROLL];
     for (int i = tid; i < vectors; i += THREADS * UNROLL) {
-        uint4 v[UNROLL];
 #pragma unroll
         for (int u = 0; u < UNROLL; u++) v[u] = i + u * THREADS < vectors ? load_stream(body + i + u * THREADS) : none;
         uint32_t best = NEG_INF2;
@@ -83,7 +84,13 @@ __global__ void __launch_bounds__(THREADS) online_update(const __nv_bfloat16* ch
     int column = INT32_MAX;
     if (top == warp_top && at != INT32_MAX) {
         if (at < 0) column = -1 - at;
-        if (at >= 0) {
+        if (KEPT && at >= 0 && at + THREADS * UNROLL >= vectors) {  // the last turn's
+#pragma unroll
+            for (int u = UNROLL - 1; u >= 0; u--) {
+                const int in8 = find8(v[u], top);
+                if (in8 < 8 && at + u * THREADS < vectors) column = head + (at + u * THREADS) * 8 + in8;
+            }
+        } else if (at >= 0) {
 #pragma unroll
             for (int u = UNROLL - 1; u >= 0; u--) {  // the loads do not wait for one another
                 const int in8 = at + u * THREADS < vectors ? find8(__ldg(body + at + u * THREADS), top) : 8;
@@ -116,8 +123,9 @@ struct OnlineVariant {
     void (*launch)(const __nv_bfloat16*, int64_t, int, int64_t, float*, float*, int64_t*);
     int threads;
 };
-// by number: threads a row, loads of 16 bytes in flight a thread; the second has fewer registers, so that more rows fit at once, and wins where rows are few
-const OnlineVariant ONLINE[] = {{online_update<128, 4>, 128}, {online_update<256, 2>, 256}};
+// by number: threads a row, loads of 16 bytes in flight a thread; the second takes a row of up to ONE_TURN columns at once
+const OnlineVariant ONLINE[] = {{online_update<128, 4>, 128}, {online_update<256, 8, true>, 256}};
+constexpr int ONE_TURN = 256 * 8 * 8;
 
 int prepare_online() {
     cudaFuncAttributes info;
@@ -132,7 +140,7 @@ extern "C" int aerie_online_update(const void* chunk, int64_t stride, int64_t n,
                                    int64_t* argmax, cudaStream_t stream) {
     if (n == 0 || c == 0) return 0;
     if (n > INT32_MAX || c > INT32_MAX - 8192) return cudaErrorInvalidValue;
-    const auto& kernel = aerie::ONLINE[aerie::pick(AERIE_ONLINE, n <= 6144 ? 1 : 0, [](int) { return true; })];
+    const auto& kernel = aerie::ONLINE[aerie::pick(AERIE_ONLINE, c <= aerie::ONE_TURN ? 1 : 0, [](int) { return true; })];
     kernel.launch<<<(unsigned)n, kernel.threads, 0, stream>>>((const __nv_bfloat16*)chunk, stride, (int)c, start, running_max, running_sum, argmax);
     return cudaGetLastError();
 }

@@ -4,7 +4,8 @@
 // more than the 99 KB that a block of SM120 has. So a cluster of blocks shares a row, each keeps its part of both rows in shared memory, and they exchange their
 // sums through distributed shared memory. The loop over rows is persistent and pipelined: as soon as the second look has used 8 columns, it asks for the same
 // columns of the next row (cp.async), so loads, arithmetic and stores overlap and each input is read from device memory once. One cluster barrier a row.
-// A thread copies, reads and writes only its own columns, so nothing else needs a barrier. Rows too wide, or not on 16 bytes, take the two-pass kernel, whose
+// A thread copies and writes only its own columns, so nothing else needs a barrier; what the last row answered is asked for before a row's second look and written
+// behind it, so that the second look does not wait for other blocks' memory. Rows too wide, or not on 16 bytes, take the two-pass kernel, whose
 // second read mostly hits the L2.
 //
 // Exponentials are in base 2 and sums are relative to a shift near the largest value, an integer where logits are of usual size: then
@@ -259,16 +260,20 @@ __global__ void __launch_bounds__(RESIDENT) soft_target_resident(Args a) {
         for (int i = tid; i < mine; i += THREADS) request(i, draft_row(row), target_row(meta));
 
     int step = 0;
-    auto publish = [&](int64_t r, const Meta& m, float row_loss, int slot) {  // block 0, first warp, behind the barrier that follows row r
-        float accept = 0.f;
-        int at = INT32_MAX;
+    // What a row answered: block 0's first warp gathers it behind the barrier that follows the row, a part a lane, and publishes it when the values have come.
+    float old_accept = 0.f;
+    int old_best = INT32_MAX;
+    auto gather = [&](int slot) {
+        old_accept = 0.f, old_best = INT32_MAX;
         for (int part = lane; part < PARTS; part += 32) {
-            accept += *cluster.map_shared_rank(&warp_accept[slot][part % WARPS], part / WARPS);
-            at = min(at, *cluster.map_shared_rank(&best[slot], part / WARPS));
+            old_accept += *cluster.map_shared_rank(&warp_accept[slot][part % WARPS], part / WARPS);
+            old_best = min(old_best, *cluster.map_shared_rank(&best[slot], part / WARPS));
         }
-        accept = warp_sum(accept);
-        at = __reduce_min_sync(~0u, at);
-        if (lane == 0) write_outputs(a, r, m, row_loss, accept, at);
+    };
+    auto publish = [&](int64_t r) {
+        const float accept = warp_sum(old_accept);
+        const int at = __reduce_min_sync(~0u, old_best);
+        if (lane == 0) write_outputs(a, r, old_meta, old_loss, accept, at);
     };
 
     for (; row < a.n; row += clusters, step++) {
@@ -311,7 +316,8 @@ __global__ void __launch_bounds__(RESIDENT) soft_target_resident(Args a) {
         if (tid == 0) best[step % 3] = INT32_MAX;
         if (CLUSTER == 1) __syncthreads();
         else cluster.sync();
-        if (step > 0 && rank == 0 && tid < 32) publish(row - clusters, old_meta, old_loss, (step + 2) % 3);
+        const bool publishes = step > 0 && rank == 0 && tid < 32;
+        if (publishes) gather((step + 2) % 3);
 
         uint4* g_row = a.grad ? reinterpret_cast<uint4*>(a.grad + row * a.grad_stride) + first : nullptr;
         const bool next_live = lives(next, next_meta);
@@ -321,21 +327,27 @@ __global__ void __launch_bounds__(RESIDENT) soft_target_resident(Args a) {
             s = combine_parts<PARTS>([&](int part) { return *cluster.map_shared_rank(&warp_stats[step % 2][part % WARPS], part / WARPS); });
             const Row r = finish(s, a.lse != nullptr, meta.weight, a.renormalize);
             loss = r.loss;
-            if (my_top == s.d_top) {  // few threads
-                for (int i = tid; i < mine; i += THREADS) {
-                    const int in8 = find8(d_buf[i], my_top);
-                    if (in8 < 8) {
-                        atomicMin(&best[step % 3], (first + i) * 8 + in8);
-                        break;
-                    }
+            // Mostly one lane of the cluster has the largest: its warp looks through that lane's columns side by side.
+            int at = INT32_MAX;
+            for (unsigned holders = __ballot_sync(~0u, my_top == s.d_top); holders; holders &= holders - 1) {
+                for (int i = tid - lane + __ffs(holders) - 1 + lane * THREADS; i < mine; i += 32 * THREADS) {
+                    const int in8 = find8(d_buf[i], s.d_top);
+                    if (in8 < 8) at = min(at, (first + i) * 8 + in8);
                 }
             }
-            auto look = [&](auto usual) {
+            if (at != INT32_MAX) atomicMin(&best[step % 3], at);
+            __syncwarp();  // the other lanes' columns are read before the next row's come
+            auto look = [&](auto usual) {  // addresses that only move on: fewer instructions
+                uint4 *d_at = d_buf + tid, *t_at = t_buf + tid, *g_at = g_row + tid;
+                const uint4 *d_next = next_d + tid, *t_next = next_t + tid, *const end = d_buf + mine;
 #pragma unroll 2
-                for (int i = tid; i < mine; i += THREADS) {
-                    const uint4 out = second_look<decltype(usual)::value>(d_buf[i], t_buf[i], r, accept);
-                    if (next_live) request(i, next_d, next_t);
-                    if (g_row) __stcs(g_row + i, out);
+                for (; d_at < end; d_at += THREADS, t_at += THREADS, g_at += THREADS, d_next += THREADS, t_next += THREADS) {
+                    const uint4 out = second_look<decltype(usual)::value>(*d_at, *t_at, r, accept);
+                    if (next_live) {
+                        cp_async16(d_at, d_next);
+                        cp_async16(t_at, t_next);
+                    }
+                    if (g_row) __stcs(g_at, out);
                 }
             };
             if (r.plain) look(std::true_type{});
@@ -349,13 +361,17 @@ __global__ void __launch_bounds__(RESIDENT) soft_target_resident(Args a) {
         }
         accept = warp_sum(accept);
         if (lane == 0) warp_accept[step % 3][tid / 32] = accept;
+        if (publishes) publish(row - clusters);
         old_meta = meta;
         old_loss = loss;
         meta = next_meta;
     }
     if (CLUSTER == 1) __syncthreads();
     else cluster.sync();
-    if (step > 0 && rank == 0 && tid < 32) publish(row - clusters, old_meta, old_loss, (step + 2) % 3);
+    if (step > 0 && rank == 0 && tid < 32) {
+        gather((step + 2) % 3);
+        publish(row - clusters);
+    }
     if (CLUSTER > 1) cluster.sync();  // a block's shared memory must outlive its readers
 }
 

@@ -1,17 +1,17 @@
 // Op 3: the k largest of a row (k <= 32) with log-probabilities, mapped to target ids. One launch: a cluster of blocks shares a row.
 //
-// Every logit becomes a key that sorts like (value, lower column first) and is unique, so ties need no care. k = 1 (a chain) is a reduction. For k > 1 a thread
-// keeps its largest key; the k-th largest of a block's thread maxima is a floor under the block's k best, so only the k threads above it look at their columns
-// again and hand in at most k * (columns a thread) keys. Block 0 ranks the blocks' k best the same way. The work is short: what counts is latency and code size,
-// since every instruction is fetched once. (Columns held in registers over unrolled loops, and a warp that takes its k best one after another, were slower.)
+// Every logit becomes a key that sorts like (value, lower column first) and is unique, so ties need no care. k = 1 (a chain) is a reduction. For k > 1 a block
+// finds a floor under its k best from the largest of groups of columns, only what reaches it is ranked, and block 0 ranks the blocks' k best: draft_topk_filtered,
+// and draft_topk for rows too wide for it. The work is short: what counts is latency and code size, since every instruction is fetched once. (A warp that takes its
+// k best one after another was slower.)
 #include <cooperative_groups.h>
 
 #include "common.cuh"
 
 namespace aerie {
 
-constexpr int MAX_K = 32, TOPK_THREADS = 256, TOPK_WARPS = TOPK_THREADS / 32;  // of both kernels for k = 1
-constexpr int RANKED_CLUSTER = 8;
+constexpr int MAX_K = 32, TOPK_THREADS = 256, TOPK_WARPS = TOPK_THREADS / 32;  // of both kernels for k = 1, and of the filter
+constexpr int RANKED_CLUSTER = 8;  // blocks a row, for k > 1
 
 __device__ __forceinline__ uint32_t order_of(float value) {  // never 0; -0 and 0 tie; NaN is above all, as in torch.topk
     const uint32_t bits = __float_as_uint(value + 0.f);
@@ -211,6 +211,8 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(TOPK_THREADS) 
         answer(log_probs, ids, extras, row_at, 1, 0, value_of((uint32_t)(key >> 32)) - (all.top + logf(all.sum)), mine.id);
 }
 
+// k > 1, wide rows too. A thread keeps its largest key; the k-th largest of a block's thread maxima is a floor under the block's k best, so only the k threads
+// above it look at their columns again and hand in at most k * (columns a thread) keys.
 template <typename T, int THREADS>
 __global__ void __cluster_dims__(RANKED_CLUSTER, 1, 1) __launch_bounds__(THREADS) draft_topk(const T* logits, int64_t stride, const int64_t* d2t, int v, int k,
                                                                                       float* log_probs, int64_t* ids, TopkExtras extras) {
@@ -305,16 +307,176 @@ __global__ void __cluster_dims__(RANKED_CLUSTER, 1, 1) __launch_bounds__(THREADS
     cluster.sync();  // a block's shared memory must outlive its readers
 }
 
+// k > 1 by a filter, up to HELD_COLUMNS columns. A thread holds 16; the largest of each of 32 groups of threads is found, and the k-th largest of those 32 is a
+// floor that at least k columns of the block reach and few others do (9 of 4,000 on average at k = 8). Those alone are ranked, their ids asked for meanwhile, and the
+// k best pushed into block 0, which ranks the blocks' lists. Two trips to memory, one cluster barrier on the way. Where too many reach the floor (ties, sorted rows)
+// the block takes its largest k times.
+constexpr int HELD_COLUMNS = RANKED_CLUSTER * TOPK_THREADS * 16;
+
+template <typename T>
+__global__ void __cluster_dims__(RANKED_CLUSTER, 1, 1) __launch_bounds__(TOPK_THREADS) draft_topk_filtered(
+    const T* logits, int64_t stride, const int64_t* d2t, int v, int k, float* log_probs, int64_t* ids, TopkExtras extras) {
+    namespace cg = cooperative_groups;
+    constexpr int THREADS = TOPK_THREADS, WARPS = TOPK_WARPS, CLUSTER = RANKED_CLUSTER, EACH = 16 / sizeof(T), HELD = sizeof(T);  // 16 columns a thread
+    constexpr int GROUP = THREADS / 32, ROOM = 512;  // threads of a group, candidates
+    struct Part {
+        uint64_t key;
+        int64_t id;
+    };
+    __shared__ Part parts[CLUSTER * MAX_K];  // of block 0: what each block found
+    __shared__ float block_top[CLUSTER], block_sum[CLUSTER];  // likewise
+    __shared__ uint64_t candidates[ROOM], warp_best[WARPS];
+    __shared__ uint32_t group_best[32];
+    __shared__ float part_max[WARPS], part_sum[WARPS];
+    __shared__ int count;
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");  // this block has started: its shared memory may be written
+    cg::cluster_group cluster = cg::this_cluster();
+    const int tid = threadIdx.x, lane = tid % 32, rank = (int)cluster.block_rank(), where = rank * THREADS + tid;
+    const int64_t row_at = blockIdx.x / CLUSTER;
+    const T* row = logits + row_at * stride;
+    const int head = min(v, (int)((16 - (uintptr_t)row % 16) % 16 / sizeof(T))), vectors = (v - head) / EACH, tail = head + vectors * EACH;
+    const uint4* body = reinterpret_cast<const uint4*>(row + head);
+    constexpr uint32_t NONE = sizeof(T) == 2 ? NEG_INF2 : 0xFF800000u;
+    uint4 held[HELD];
+#pragma unroll
+    for (int u = 0; u < HELD; u++) held[u] = where + u * THREADS * CLUSTER < vectors ? __ldg(body + where + u * THREADS * CLUSTER) : uint4{NONE, NONE, NONE, NONE};
+    const bool in_head = where < head, in_tail = where < v - tail;
+    const float before = in_head ? one(row + where) : -INFINITY, behind = in_tail ? one(row + tail + where) : -INFINITY;  // columns off 16 bytes
+    if (tid == 0) count = 0;
+
+    uint32_t order = 0;  // of my largest; 0: no columns
+    if (in_head) order = order_of(before);
+    if (in_tail) order = max(order, order_of(behind));
+#pragma unroll
+    for (int u = 0; u < HELD; u++) {
+        float x[EACH];
+        unpack(held[u], row, x);
+        if (where + u * THREADS * CLUSTER < vectors)
+#pragma unroll
+            for (int j = 0; j < EACH; j++) order = max(order, order_of(x[j]));
+    }
+    uint32_t largest = order;
+#pragma unroll
+    for (int step = 1; step < GROUP; step <<= 1) largest = max(largest, __shfl_xor_sync(~0u, largest, step));
+    if (lane % GROUP == 0) group_best[tid / GROUP] = largest;
+#pragma unroll
+    for (int step = GROUP; step < 32; step <<= 1) largest = max(largest, __shfl_xor_sync(~0u, largest, step));
+    const float top = largest ? finite_shift(value_of(largest)) : -BIG;
+    float sum = 0.f;
+    auto add = [&](float value) { sum += exp2_fast((value - top) * LOG2E); };  // -inf adds nothing
+#pragma unroll
+    for (int u = 0; u < HELD; u++) {
+        float x[EACH];
+        unpack(held[u], row, x);
+#pragma unroll
+        for (int j = 0; j < EACH; j++) add(x[j]);
+    }
+    add(before);
+    add(behind);
+    sum = warp_sum(sum);
+    if (lane == 0) part_max[tid / 32] = top, part_sum[tid / 32] = sum;
+    __syncthreads();
+    // every warp finds the floor: the group with k - 1 ahead of it
+    const uint32_t my_group = group_best[lane];
+    int ahead = 0;
+#pragma unroll
+    for (int j = 0; j < 32; j += 4) {
+        const uint4 four = *reinterpret_cast<const uint4*>(&group_best[j]);
+        ahead += (four.x > my_group || (four.x == my_group && j < lane)) + (four.y > my_group || (four.y == my_group && j + 1 < lane)) +
+                 (four.z > my_group || (four.z == my_group && j + 2 < lane)) + (four.w > my_group || (four.w == my_group && j + 3 < lane));
+    }
+    const uint32_t floor = __reduce_max_sync(~0u, ahead == k - 1 ? my_group : 0u);  // 0: fewer groups have columns
+
+    // my columns again, from the cache: a loop that few threads enter
+    auto each = [&](auto&& use) {
+        if (in_head) use(before, where);
+#pragma unroll 1
+        for (int i = where; i < vectors; i += THREADS * CLUSTER) {
+            float x[EACH];
+            unpack(__ldg(body + i), row, x);
+#pragma unroll
+            for (int j = 0; j < EACH; j++) use(x[j], head + i * EACH + j);
+        }
+        if (in_tail) use(behind, tail + where);
+    };
+    if (order && order >= floor)
+        each([&](float value, int column) {
+            const uint32_t o = order_of(value);
+            if (o < floor) return;
+            const int at = atomicAdd(&count, 1);
+            if (at < ROOM) candidates[at] = key_of(o, column);
+        });
+    __syncwarp();
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // all blocks have started
+    if (tid < 32) {
+        const float m = lane < WARPS ? part_max[lane] : -BIG, s = lane < WARPS ? part_sum[lane] : 0.f;
+        const Total block = together(m, s);
+        if (lane == 0) *cluster.map_shared_rank(&block_top[rank], 0) = block.top, *cluster.map_shared_rank(&block_sum[rank], 0) = block.sum;
+        __syncwarp();
+    }
+    __syncthreads();
+    auto id_of = [&](uint64_t key) -> int64_t {
+        const int c = key ? (int)~(uint32_t)key : 0;
+        return key ? c + (d2t ? __ldg(d2t + c) : 0) : 0;
+    };
+    auto push = [&](int place, uint64_t key, int64_t id) { *cluster.map_shared_rank(&parts[rank * k + place], 0) = {key, id}; };
+    const int total = count;
+    if (total <= ROOM) {
+        for (int i = tid; i < total; i += THREADS) {
+            const uint64_t key = candidates[i];
+            const int64_t id = id_of(key);  // on its way while the key is ranked
+            int better = 0;
+#pragma unroll 4
+            for (int j = 0; j < total; j++) better += candidates[j] > key;
+            if (better < k) push(better, key, id);
+        }
+        for (int i = total + tid; i < k; i += THREADS) push(i, 0, 0);
+    } else {
+        uint64_t last = 0;
+#pragma unroll 1
+        for (int place = 0; place < k; place++) {
+            uint64_t found = 0;
+            each([&](float value, int column) {
+                const uint64_t key = key_of(order_of(value), column);
+                if (place == 0 || key < last) found = max(found, key);
+            });
+            found = largest_key<32>(found);
+            if (lane == 0) warp_best[tid / 32] = found;
+            __syncthreads();
+            last = largest_key<WARPS>(warp_best[lane % WARPS]);
+            __syncthreads();
+            if (tid == 0) push(place, last, id_of(last));
+        }
+    }
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    if (rank != 0) return;  // nobody reads this block's memory
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    const int all = CLUSTER * k;
+    const Total total_row = together(lane < CLUSTER ? block_top[lane] : -BIG, lane < CLUSTER ? block_sum[lane] : 0.f);
+    const float lse = total_row.top + logf(total_row.sum);
+    for (int base = tid / 32 * 8; base < all; base += WARPS * 8) {  // four lanes a key
+        const int i = base + lane / 4;
+        const uint64_t key = i < all ? parts[i].key : 0;
+        int better = 0;
+        for (int j = lane % 4; j < all; j += 4) better += parts[j].key > key;
+        better += __shfl_xor_sync(~0u, better, 1);
+        better += __shfl_xor_sync(~0u, better, 2);
+        if (lane % 4 == 0 && key && better < k) answer(log_probs, ids, extras, row_at, k, better, value_of((uint32_t)(key >> 32)) - lse, parts[i].id);
+    }
+}
+
 template <typename T>
 int launch_topk(const void* logits, int64_t stride, const int64_t* d2t, int64_t n, int64_t v, int k, float* log_probs, int64_t* ids, TopkExtras extras,
                 cudaStream_t stream) {
     const T* in = static_cast<const T*>(logits);
     const unsigned rows = (unsigned)n;
-    // k = 1 by number: pulled, pushed. The second holds 16 columns a thread, and wins where there are rows enough.
-    constexpr int64_t PUSHED = 8 * TOPK_THREADS * 16;
-    const int variant = k > 1 ? 0 : pick(AERIE_TOPK, n >= 16 && v <= PUSHED ? 1 : 0, [&](int number) { return number == 0 || v <= PUSHED; });
+    // k = 1 by number: pulled, pushed; k > 1: ranked, filtered. The second of each holds 16 columns a thread; pushing wins where there are rows enough.
+    const auto fits = [&](int number) { return number == 0 || v <= HELD_COLUMNS; };
+    const int variant = k > 1 ? pick(AERIE_TOPK_RANKED, v <= HELD_COLUMNS ? 1 : 0, fits) : pick(AERIE_TOPK, n >= 16 && v <= HELD_COLUMNS ? 1 : 0, fits);
     if (variant < 0) return cudaErrorInvalidValue;
-    if (variant == 1) draft_best_push<T, 8><<<rows * 8, TOPK_THREADS, 0, stream>>>(in, stride, d2t, (int)v, log_probs, ids, extras);
+    if (k > 1 && variant == 1) draft_topk_filtered<T><<<rows * RANKED_CLUSTER, TOPK_THREADS, 0, stream>>>(in, stride, d2t, (int)v, k, log_probs, ids, extras);
+    else if (variant == 1) draft_best_push<T, 8><<<rows * 8, TOPK_THREADS, 0, stream>>>(in, stride, d2t, (int)v, log_probs, ids, extras);
     else if (k == 1 && (n <= 16 || v > 65536)) draft_best<T, 8><<<rows * 8, TOPK_THREADS, 0, stream>>>(in, stride, d2t, (int)v, log_probs, ids, extras);
     else if (k == 1) draft_best<T, 4><<<rows * 4, TOPK_THREADS, 0, stream>>>(in, stride, d2t, (int)v, log_probs, ids, extras);
     // at most 24 columns a thread in vectors and 2 beside them
@@ -330,7 +492,8 @@ int prepare_topk() {
     const void* kernels[] = {(const void*)draft_best<__nv_bfloat16, 8>, (const void*)draft_best<__nv_bfloat16, 4>, (const void*)draft_best<float, 8>,
                              (const void*)draft_best<float, 4>, (const void*)draft_best_push<__nv_bfloat16, 8>, (const void*)draft_best_push<float, 8>,
                              (const void*)draft_topk<__nv_bfloat16, 128>, (const void*)draft_topk<__nv_bfloat16, 256>, (const void*)draft_topk<__nv_bfloat16, 1024>,
-                             (const void*)draft_topk<float, 128>, (const void*)draft_topk<float, 256>, (const void*)draft_topk<float, 1024>};
+                             (const void*)draft_topk<float, 128>, (const void*)draft_topk<float, 256>, (const void*)draft_topk<float, 1024>,
+                             (const void*)draft_topk_filtered<__nv_bfloat16>, (const void*)draft_topk_filtered<float>};
     for (const void* kernel : kernels)
         if (const cudaError_t code = cudaFuncGetAttributes(&info, kernel)) return code;
     return 0;

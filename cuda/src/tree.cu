@@ -5,6 +5,7 @@
 namespace aerie {
 
 constexpr int TREE_THREADS = 128, MAX_NODES = 2048;
+constexpr int SMALL = 32, SMALL_WARPS = 4;  // nodes and warps of build_small_tree
 
 __device__ __forceinline__ int64_t length_at(const void* lengths, bool wide, int64_t at) {
     return wide ? static_cast<const int64_t*>(lengths)[at] : static_cast<const int32_t*>(lengths)[at];
@@ -85,6 +86,69 @@ __global__ void __launch_bounds__(1024) build_tree(const int64_t* parent_list, i
     }
 }
 
+// Up to 32 nodes: a lane a node, and every warp works the whole tree out by itself, so that no warp waits for another one; each writes a part.
+__global__ void __launch_bounds__(32 * SMALL_WARPS) build_small_tree(
+    const int64_t* parent_list, int64_t parent_stride, int parent_count, const int64_t* selected, int64_t selected_stride, const void* lengths, bool wide,
+    bool* mask, int64_t mask_size, int64_t* positions, int64_t* index, int64_t* next_token, int64_t* next_sibling, int topk, int depth, int nodes, bool full) {
+    __shared__ longlong2 chosen_pairs[SMALL_WARPS][16];  // candidates of the nodes but the root, by warp
+    __shared__ int parents[SMALL_WARPS][32], children[SMALL_WARPS][32];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int64_t b = blockIdx.x;
+    int64_t* chosen = reinterpret_cast<int64_t*>(chosen_pairs[warp]);
+    const int64_t candidate = lane < nodes - 1 ? selected[b * selected_stride + lane] : -1;
+    const int64_t length = length_at(lengths, wide, b);
+    int64_t tokens_before = 0;
+    if (full)
+        for (int64_t i = lane; i < b; i += 32) tokens_before += length_at(lengths, wide, i);
+    chosen[lane] = candidate;  // no candidate looks for -1
+    int64_t wanted = -2;  // what proposed this candidate; -1: the root did; -2: nobody
+    if (lane < nodes - 1) {
+        const int64_t block = (uint64_t)candidate >> 32 ? candidate / topk : (uint32_t)candidate / (uint32_t)topk;  // 64-bit division is slow
+        wanted = candidate < 0 ? -2 : block == 0 ? -1 : block < parent_count ? parent_list[b * parent_stride + block] : -2;
+        if (candidate >= topk && wanted < 0) wanted = -2;  // a negative entry of the list is no candidate
+    }
+    children[warp][lane] = -1;
+    __syncwarp();
+    int found = 32;  // lowest candidate that is the wanted one
+#pragma unroll
+    for (int j = 15; j >= 0; j--) {
+        const longlong2 two = chosen_pairs[warp][j];
+        if (two.y == wanted) found = 2 * j + 1;
+        if (two.x == wanted) found = 2 * j;
+    }
+    // lane i holds candidate i, which is node i + 1
+    parents[warp][lane] = -1;
+    __syncwarp();
+    if (lane < nodes - 1) parents[warp][lane + 1] = wanted == -1 ? 0 : wanted >= 0 && found < nodes - 1 ? found + 1 : -2;
+    __syncwarp();
+    const int parent = lane < nodes ? parents[warp][lane] : -3;
+    const unsigned together = __match_any_sync(~0u, parent);  // the nodes of my parent
+    if (parent >= 0 && __ffs(together) - 1 == lane) children[warp][parent] = lane;
+    uint32_t path = 1;
+    int level = 0;
+    for (int at = lane < nodes ? lane : 0; at > 0 && level < depth; at = parents[warp][at], level++) path |= 1u << at;
+    if (full) {
+#pragma unroll
+        for (int step = 16; step; step >>= 1) tokens_before += __shfl_xor_sync(~0u, tokens_before, step);
+    }
+    __syncwarp();
+    const int64_t row_size = full ? length + nodes : nodes;
+    const int64_t start = (int64_t)nodes * nodes * b + (full ? tokens_before * nodes + length : 0);  // of the tree's part in row 0
+#pragma unroll 4
+    for (int row = warp; row < nodes; row += SMALL_WARPS) {
+        const uint32_t seen = __shfl_sync(~0u, path, row);
+        const int64_t cell = start + row * row_size + lane;
+        if (lane < nodes && cell >= 0 && cell < mask_size) mask[cell] = seen >> lane & 1;
+    }
+    if (lane >= nodes) return;
+    const int64_t at = b * nodes + lane;
+    const unsigned behind = parent >= 0 ? together & ~((2u << lane) - 1) : 0;
+    if (warp == 0) positions[at] = length + level;
+    if (warp == 1) index[at] = at;
+    if (warp == 2) next_token[at] = children[warp][lane];
+    if (warp == 3) next_sibling[at] = behind ? __ffs(behind) - 1 : -1;
+}
+
 __global__ void __launch_bounds__(TREE_THREADS) verify_tree_greedy(int* predicts, int64_t predict_count, int* accept_index, int* accept_count,
                                                                    const int64_t* candidates, const int64_t* index, const int64_t* next_token,
                                                                    const int64_t* next_sibling, const int64_t* target, int nodes, int width) {
@@ -116,7 +180,8 @@ __global__ void __launch_bounds__(TREE_THREADS) verify_tree_greedy(int* predicts
 
 int prepare_tree() {
     cudaFuncAttributes info;
-    if (const cudaError_t code = cudaFuncGetAttributes(&info, (const void*)build_tree)) return code;
+    for (const void* kernel : {(const void*)build_tree, (const void*)build_small_tree})
+        if (const cudaError_t code = cudaFuncGetAttributes(&info, kernel)) return code;
     return cudaFuncGetAttributes(&info, (const void*)verify_tree_greedy);
 }
 
@@ -128,10 +193,13 @@ extern "C" int aerie_build_tree(const int64_t* parent_list, int64_t parent_strid
     using namespace aerie;
     if (n == 0) return 0;
     if (nodes < 1 || nodes > MAX_NODES || topk < 1 || n > INT32_MAX) return cudaErrorInvalidValue;
-    const size_t bytes = (2 * nodes - 1) * sizeof(int64_t) + nodes * sizeof(int);
-    const int threads = nodes >= 32 ? 1024 : 32 * nodes;
-    build_tree<<<(unsigned)n, threads, bytes, stream>>>(parent_list, parent_stride, (int)parent_count, selected, selected_stride, lengths, lengths64 != 0,
-                                                            mask, mask_size, positions, index, next_token, next_sibling, topk, depth, nodes, full != 0);
+    const int variant = pick(AERIE_BUILD_TREE, nodes <= SMALL ? 1 : 0, [&](int number) { return number == 0 || nodes <= SMALL; });
+    if (variant < 0) return cudaErrorInvalidValue;
+    const size_t bytes = variant == 1 ? 0 : (2 * nodes - 1) * sizeof(int64_t) + nodes * sizeof(int);
+    const int threads = variant == 1 ? 32 * SMALL_WARPS : nodes >= 32 ? 1024 : 32 * nodes;
+    const auto kernel = variant == 1 ? build_small_tree : build_tree;
+    kernel<<<(unsigned)n, threads, bytes, stream>>>(parent_list, parent_stride, (int)parent_count, selected, selected_stride, lengths, lengths64 != 0, mask,
+                                                    mask_size, positions, index, next_token, next_sibling, topk, depth, nodes, full != 0);
     return cudaGetLastError();
 }
 

@@ -20,23 +20,23 @@ void soft(Args a, int clusters) {
     simt::launch(dim3(clusters * CLUSTER), RESIDENT, CLUSTER, 2 * share * 16, [=] { soft_target_resident<CLUSTER>(a); });
 }
 
-extern "C" int soft_target(int cluster, int clusters, const void* draft, int64_t draft_stride, const void* target, int64_t target_stride,
+extern "C" int soft_target(int number, int clusters, const void* draft, int64_t draft_stride, const void* target, int64_t target_stride,
                            const float* lse, const int64_t* top, const float* weights, const int64_t* rows, int64_t n, int64_t m, int vd, int renormalize,
                            float* loss, bool* match, float* accept, bool* in_vocab, void* grad, int64_t grad_stride) {
     const Args a{(const bf*)draft, (const bf*)target, draft_stride, target_stride, grad_stride, lse, top, weights, rows, n, m, vd, renormalize != 0, loss, match,
                  accept, in_vocab, (bf*)grad};
-    if (cluster == 0) simt::launch(dim3((unsigned)n), WIDE, 1, 0, [=] { soft_target_wide(a); });
-    else if (cluster == 1) soft<1>(a, clusters);
-    else if (cluster == 2) soft<2>(a, clusters);
-    else if (cluster == 4) soft<4>(a, clusters);
-    else if (cluster == 8) soft<8>(a, clusters);
+    if (number == 0) soft<1>(a, clusters);
+    else if (number == 1) soft<2>(a, clusters);
+    else if (number == 2) soft<4>(a, clusters);
+    else if (number == 3) soft<8>(a, clusters);
+    else if (number == 4) simt::launch(dim3((unsigned)n), WIDE, 1, 0, [=] { soft_target_wide(a); });
     else return 1;
     return 0;
 }
 
 extern "C" void online(int number, const void* chunk, int64_t stride, int64_t n, int c, int64_t start, float* top, float* sum, int64_t* at) {
     auto go = [&](auto kernel, int threads) { simt::launch(dim3((unsigned)n), threads, 1, 0, [=] { kernel((const bf*)chunk, stride, c, start, top, sum, at); }); };
-    number == 0 ? go(online_update<128, 4>, 128) : go(online_update<256, 2>, 256);
+    number == 0 ? go(online_update<128, 4>, 128) : go(online_update<256, 8, true>, 256);
 }
 
 extern "C" void input_forward(const int64_t* ids, const void* table, int64_t v, const void* state, const float* w1, const float* w2, int64_t n,
@@ -78,15 +78,28 @@ extern "C" void topk_best(int number, const void* logits, int float32, int64_t s
     float32 ? best<float>(number, (const float*)logits, stride, d2t, n, v, log_probs, ids, extras) : best<bf>(number, (const bf*)logits, stride, d2t, n, v, log_probs, ids, extras);
 }
 
-extern "C" void topk_ranked(const float* logits, const int64_t* d2t, int64_t n, int v, int k, float* log_probs, int64_t* ids) {
-    simt::launch(dim3((unsigned)n * 8), 128, 8, 0, [=] { draft_topk<float, 128>(logits, v, d2t, v, k, log_probs, ids, TopkExtras{false, nullptr, nullptr, 0}); });
+template <typename T>
+void several(int number, const T* logits, int64_t stride, const int64_t* d2t, int64_t n, int v, int k, float* log_probs, int64_t* ids, TopkExtras extras) {
+    if (number == 0 && v > 8 * 128 * 24) simt::launch(dim3((unsigned)n * 8), 256, 8, 0, [=] { draft_topk<T, 256>(logits, stride, d2t, v, k, log_probs, ids, extras); });
+    else if (number == 0) simt::launch(dim3((unsigned)n * 8), 128, 8, 0, [=] { draft_topk<T, 128>(logits, stride, d2t, v, k, log_probs, ids, extras); });
+    else simt::launch(dim3((unsigned)n * 8), 256, 8, 0, [=] { draft_topk_filtered<T>(logits, stride, d2t, v, k, log_probs, ids, extras); });
 }
 
-extern "C" void tree(const int64_t* parents, int64_t parent_count, const int64_t* selected, const int64_t* lengths, bool* mask, int64_t mask_size, int64_t* positions,
-                     int64_t* index, int64_t* next_token, int64_t* next_sibling, int64_t n, int topk, int depth, int nodes) {
-    simt::launch(dim3((unsigned)n), nodes >= 32 ? 1024 : 32 * nodes, 1, (2 * nodes - 1) * 8 + nodes * 4, [=] {
-        build_tree(parents, parent_count, (int)parent_count, selected, nodes - 1, lengths, true, mask, mask_size, positions, index, next_token, next_sibling, topk, depth, nodes, true);
-    });
+extern "C" void topk_of(int number, const void* logits, int float32, int64_t stride, const int64_t* d2t, int64_t n, int v, int k, float* log_probs, int64_t* ids,
+                        int64_t* positions, int64_t* tokens) {
+    const TopkExtras extras{false, positions, tokens, 1};
+    if (float32) several<float>(number, (const float*)logits, stride, d2t, n, v, k, log_probs, ids, extras);
+    else several<bf>(number, (const bf*)logits, stride, d2t, n, v, k, log_probs, ids, extras);
+}
+
+extern "C" void tree(int number, const int64_t* parents, int64_t parent_count, const int64_t* selected, const int64_t* lengths, bool* mask, int64_t mask_size,
+                     int64_t* positions, int64_t* index, int64_t* next_token, int64_t* next_sibling, int64_t n, int topk, int depth, int nodes, int full) {
+    auto go = [&](auto kernel, int threads, int bytes) {
+        simt::launch(dim3((unsigned)n), threads, 1, bytes, [=] {
+            kernel(parents, parent_count, (int)parent_count, selected, nodes - 1, lengths, true, mask, mask_size, positions, index, next_token, next_sibling, topk, depth, nodes, full != 0);
+        });
+    };
+    number == 0 ? go(build_tree, nodes >= 32 ? 1024 : 32 * nodes, (2 * nodes - 1) * 8 + nodes * 4) : go(build_small_tree, 32 * SMALL_WARPS, 0);
 }
 
 extern "C" void verify(int* predicts, int64_t count, int* accept_index, int* accept_count, const int64_t* candidates, const int64_t* index, const int64_t* next_token,

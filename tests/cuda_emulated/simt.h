@@ -274,6 +274,17 @@ T reduce_lanes(T value, bool largest) {
 inline uint32_t __reduce_max_sync(unsigned, uint32_t x) { return reduce_lanes(x, true); }
 inline uint32_t __reduce_min_sync(unsigned, uint32_t x) { return reduce_lanes(x, false); }
 inline int __reduce_min_sync(unsigned, int x) { return reduce_lanes(x, false); }
+template <typename T>
+T __shfl_sync(unsigned, T value, int from) {
+    return simt::exchange(value, [&](auto of) { return of(from); });
+}
+inline unsigned __match_any_sync(unsigned, int value) {
+    return simt::exchange(value, [&](auto of) {
+        unsigned found = 0;
+        for (int i = 0; i < simt::warp_size(); i++) found |= (unsigned)(of(i) == value) << i;
+        return found;
+    });
+}
 inline int __ffs(unsigned x) { return __builtin_ffs((int)x); }
 template <typename T>
 T atomicMin(T* at, T x) { return std::exchange(*at, std::min(*at, x)); }
