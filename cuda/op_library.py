@@ -39,7 +39,7 @@ SIGNATURES: dict[str, list] = {
 VARIANTS: dict[str, list[str]] = {
     "soft_target": ["128 x 1", "128 x 2", "128 x 4", "128 x 8", "two passes"],  # threads x blocks a row
     "online": ["128 threads, 4 loads", "256 threads, 8 kept"],
-    "drafter_input_backward": ["two rows in flight", "three rows"],
+    "drafter_input_backward": ["a side a block", "both sides"],
     "dequantize": ["128 threads a row", "256 threads"],
     "topk": ["pulled", "pushed"],  # k = 1
     "topk_ranked": ["ranked", "filtered"],  # k > 1

@@ -35,9 +35,12 @@ def dynamic_shared_limits() -> dict[str, int]:
     """Largest dynamic shared memory a launch may ask for, by kernel name, from the sources' own constants."""
     soft = re.search(r"constexpr int LIMIT = (\d+) \* 1024;", (CUDA / "src" / "soft_target.cu").read_text())
     nodes = re.search(r"MAX_NODES = (\d+);", (CUDA / "src" / "tree.cu").read_text())
-    launches = re.findall(r"code = launch_backward<(\d+), (\d+), (\d+), (\d+)>", (CUDA / "src" / "drafter_input.cu").read_text())
-    backward = {f"drafter_input_backward<{', '.join(found)}>": 2 * int(found[3]) * int(found[1]) * int(found[0]) * 16 for found in launches}
-    assert len(backward) == 5
+    source = (CUDA / "src" / "drafter_input.cu").read_text()
+    plans = re.findall(r"split<(\d+), (\d+), (\d+), (\d+)>\(\)", source)
+    backward = {f"drafter_input_backward_split<{', '.join(found)}>": 2 * int(found[3]) * int(found[1]) * int(found[0]) * 16 for found in plans}
+    channels, stages = map(int, re.search(r"drafter_input_backward_whole<(\d+), (\d+)>", source).groups())
+    backward |= {f"drafter_input_backward_whole<{channels}, {stages}>": 4 * stages * channels * 256 * 16}  # of one group: SM120 has room for no more
+    assert len(backward) == 4
     return {"soft_target_resident": int(soft[1]) * 1024, "build_tree": int(nodes[1]) * 20, "verify_tree_greedy": int(nodes[1]) * 20} | backward
 
 

@@ -539,7 +539,7 @@ def test_every_variant_cuda(op):
                     o.online_update_(x[:, start : start + 40], start, found.maximum, found.total, found.argmax)
                 return [found.maximum, found.lse, found.argmax]
             if op == "drafter_input_backward":
-                return list(o.drafter_input_backward(grad, ids, table, x, *weights, 1e-5, True))
+                return [y for rows in (True, False) for y in o.drafter_input_backward(grad, ids, table, x, *weights, 1e-5, rows)]
             return [o.dequantize_rows_fp8(rows, scale, torch.bfloat16)]
 
         class Reference:
@@ -549,6 +549,8 @@ def test_every_variant_cuda(op):
 
         want = run(Reference)
         for number in range(len(VARIANTS[op])):
+            if op == "drafter_input_backward" and number == 1 and h > 4096:
+                continue  # a kernel for narrow rows
             with chosen(op, number):
                 got = run(ops.OPS)
             for one, other in zip(got, want):

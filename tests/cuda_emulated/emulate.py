@@ -10,12 +10,12 @@ HERE = Path(__file__).resolve().parent
 SOURCES = HERE.parents[1] / "cuda" / "src"
 PTX = [  # what each PTX statement does, for one thread
     ("ex2.approx", "y = exp2f(x);"), ("ld.global.L1::no_allocate", "v = *p;"), ("cp.async.cg", "simt::copy_async(shared, global);"),
-    ("cp.async.wait_group %0", "simt::wait_groups(LEFT);"), ("cp.async.wait_all", "simt::wait_all();"),
+    ("bar.sync %0", "simt::sync_group(group);"), ("cp.async.wait_group %0", "simt::wait_groups(LEFT);"), ("cp.async.wait_all", "simt::wait_all();"),
     ("cp.async.commit_group", "simt::commit();"), ("barrier.cluster.arrive", "simt::arrive();"), ("barrier.cluster.wait", "simt::wait_cluster();"),
 ]  # fmt: skip
 HOST = (  # functions and tables that launch
     r"template <[^>]*>\n(?:int|constexpr Variant) (?:launch_\w+|variant_of)\(.*?\n}\n", r"struct (?:Variant|OnlineVariant) \{.*?\n};\n", r"const (?:Variant|OnlineVariant) \w+\[\] = \{.*?\};\n",
-    r"int (?:prepare|pick)_\w+\(.*?\n}\n", r"inline bool aligned16.*?\n", r"inline int multiprocessors.*?\n}\n", r"template <typename Fits>\nint pick.*?\n}\n",
+    r"int (?:prepare|pick|launch|groups)_\w+\(.*?\n}\n", r"inline bool aligned16.*?\n", r"inline int multiprocessors.*?\n}\n", r"template <typename Fits>\nint pick.*?\n}\n",
 )  # fmt: skip
 
 

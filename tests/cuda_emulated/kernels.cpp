@@ -45,14 +45,11 @@ extern "C" void input_forward(const int64_t* ids, const void* table, int64_t v, 
     simt::launch(dim3((unsigned)n, 2), 128, 1, 0, [=] { drafter_input_forward<128, 4>(in, (bf*)out); });
 }
 
-extern "C" void input_backward(int number, int blocks, const void* grad, const int64_t* ids, const void* table, int64_t v, const void* state, const float* w1,
+extern "C" void input_backward(int number, int groups, int blocks, const void* grad, const int64_t* ids, const void* table, int64_t v, const void* state, const float* w1,
                                const float* w2, int64_t n, int h, float eps, void* d_rows, void* d_state, float* d_w1, float* d_w2, float* sums) {
     const Inputs in{ids, true, (const bf*)table, (const bf*)state, h, v, h, w1, w2, true, n, h, eps, true};
-    auto go = [&](auto kernel, int threads, int bytes) {
-        simt::launch(dim3(2 * blocks), threads, 1, bytes, [=] { kernel(in, (const bf*)grad, 2 * h, (bf*)d_rows, (bf*)d_state, sums); });
-    };
-    if (h <= 4096) number == 1 ? go(drafter_input_backward<256, 2, 3, 3>, 256, 49152) : go(drafter_input_backward<256, 2, 3, 2>, 256, 32768);
-    else number == 1 ? go(drafter_input_backward<448, 2, 2, 3>, 448, 86016) : go(drafter_input_backward<448, 2, 2, 2>, 448, 57344);
+    const Plan plan = plan_of(h, number);
+    simt::launch(dim3(plan.kinds * blocks), groups * plan.threads, 1, groups * plan.bytes, [=] { plan.kernel(in, (const bf*)grad, 2 * h, (bf*)d_rows, (bf*)d_state, sums); });
     if (d_w1) simt::launch(dim3((2 * h + 31) / 32), 512, 1, 0, [=] { add_weight_sums(sums, blocks, h, d_w1, d_w2, true); });
 }
 

@@ -70,7 +70,7 @@ struct Cluster {  // barrier of all threads of a cluster that have not exited
 
 struct Block {
     std::vector<std::unique_ptr<Fiber>> fibers;
-    std::vector<Barrier> warps;
+    std::vector<Barrier> warps, groups{16};  // groups: the barriers by number
     std::vector<uint64_t> slots;  // a value a thread, for shuffles
     std::vector<char> dynamic;
     std::function<void()> kernel;
@@ -105,6 +105,7 @@ inline void wait(Barrier& barrier, int count) {
 }
 
 inline void sync_warp() { wait(block->warps[block->current / 32], warp_size()); }
+inline void sync_group(int group) { wait(block->groups[group + 1], 256); }
 inline void sync_block() { wait(block->all, block->alive); }
 
 template <typename T, typename Use>
