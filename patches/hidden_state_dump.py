@@ -54,6 +54,9 @@ BLOCK_BYTES = 1 << 20  # summed, and written while it is in the core's cache
 ALIGN = 256  # bytes; every tensor in the ring starts at a multiple
 IDLE_S = 0.02  # how often finished copies are looked for while no forward does it
 BUSY_S = 0.035  # a forward that looked so short a time ago is left alone with it: a second thread takes Python's lock from it each time
+LOOK_S = 1.0  # but so often the second thread looks in any case
+PAUSE_S = 0.003  # so often the writing process looks for messages while they come
+ALERT_S = 0.1  # and for so long after the last one; then it sleeps until there is one, which costs the forward thread the waking
 READY_S = 120.0  # a server that starts waits so long for its writing process
 RETRY_S = 30.0  # the longest pause before a writing process that could not start is tried again
 DRAIN_S = 10.0  # a writing process whose server ended begins no further rows after so long
@@ -260,7 +263,7 @@ class Ring:
         self.memory = torch.from_numpy(np.frombuffer(mmap.mmap(self.file, nbytes), dtype=np.uint8))
         if pinned and (code := int(torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), nbytes, 0))):
             raise HiddenStateDumpError(f"{nbytes} bytes of host memory cannot be page-locked (CUDA error {code}); lower {PREFIX}BUDGET_MB, or raise `ulimit -l`")
-        self.size = nbytes
+        self.size, self.address = nbytes, self.memory.data_ptr()
         self._lock = threading.Lock()
         self._blocks: list[list] = []  # [start, end, free], oldest first
 
@@ -311,6 +314,35 @@ class Field(NamedTuple):
         return self.itemsize * max(self.columns, 1)
 
 
+class Alarm:
+    """A timer of the kernel's that one thread waits for and another puts off without waking it. Raises OSError where there is none."""
+
+    def __init__(self) -> None:
+        libc = ctypes.PyDLL(None, use_errno=True)  # PyDLL: keeps Python's lock, for a microsecond
+        self.file = libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_CLOEXEC)
+        if self.file < 0:
+            raise OSError(ctypes.get_errno(), "timerfd_create failed")
+        self._settime = libc.timerfd_settime
+        self._settime.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+        self._times: dict[float, Any] = {}
+
+    def set(self, seconds: float) -> None:
+        """It goes off after so long, counted from now, whatever was set before."""
+        times = self._times.get(seconds)
+        if times is None:  # struct itimerspec: no repetition, then seconds and nanoseconds
+            times = self._times[seconds] = (ctypes.c_long * 4)(0, 0, int(seconds), int(seconds % 1 * 1e9))
+        self._settime(self.file, 0, times, None)
+
+    def wait(self) -> None:
+        """Until it goes off; at once when it has since the last wait()."""
+        os.read(self.file, 8)
+
+    def close(self) -> None:
+        """By the thread that waits: nothing goes off any more."""
+        os.close(self.file)
+        self.file = -1
+
+
 def fields_of(states: list[torch.Tensor], fp8: bool) -> list[Field]:
     """The tensors of a dump in the order in which they lie in the file (4-byte ones first, so that all are aligned): states are aux_0, aux_1, ..., final."""
     names = [*(f"aux_{index}" for index in range(len(states) - 1)), "final"]
@@ -350,7 +382,7 @@ class Dump:
         self.rid, self.tokens, self.key = rid, tokens, next(Dump._keys)
         self.next_row = self.pieces = 0
         self.dead = False  # its file was given up
-        self.touched = time.monotonic()
+        self.touched = 0.0  # when its latest rows came
 
 
 class Piece(NamedTuple):
@@ -363,7 +395,7 @@ class Piece(NamedTuple):
     rows: int
 
 
-@dataclass
+@dataclass(slots=True)
 class Job:
     """A batch's rows in the ring, or a dump that failed."""
 
@@ -399,7 +431,7 @@ class Writer:
     """The server's end of writing: what is on its way through the ring, and the process that makes files of it.
 
     put() and pump() wait for nothing, so the forward thread may call them. What the process answers (blocks that are free again, counts, dumps that failed) is
-    read there too; a thread, the courier, looks every IDLE_S seconds while no forward does. When the process ends, what it had begun fails with its reason and
+    read there too; a thread, the courier, looks while no forward does, every IDLE_S seconds as long as something is under way. When the process ends, what it had begun fails with its reason and
     another one starts, at most one a second; while they cannot even start, after pauses that grow to RETRY_S. Raises HiddenStateDumpError when the first one cannot start.
     """
 
@@ -413,8 +445,10 @@ class Writer:
         self.failing: dict[int, tuple[Dump, str]] = {}  # by key: failed, and the process has not answered that it wrote so
         self.serial = 0
         self.lock = threading.Lock()  # who talks to the process; the forward thread passes by when it is taken; never held while a file is touched
-        self.wake, self.over = threading.Event(), False
-        self.looked = 0.0  # when the forward thread last called pump()
+        self.over = False
+        self.alarm = Alarm()  # when the courier looks
+        self.next_look = 0.0  # past this time forwards put it off no longer
+        self.events: deque[tuple[Any, Any]] = deque()  # pairs of CUDA events to be used again: making one costs more than recording it
         self.link: socket.socket | None = None
         self.unsent, self.received = bytearray(), bytearray()
         self.own_process = process
@@ -429,15 +463,16 @@ class Writer:
             self._await_ready()
         except (OSError, TypeError, ValueError, subprocess.SubprocessError) as exc:
             raise HiddenStateDumpError(f"the process that writes the dumps cannot be started with the Python {sys.executable!r}: {exc}") from exc
+        self.alarm.set(IDLE_S)
         threading.Thread(target=self._idle, name="hidden-state-courier", daemon=True).start()
 
     def put(self, job: Job) -> None:
         """Queue a job; its copies may still run."""
         self.waiting.append(job)
-        self.pump()
-        self.looked = time.monotonic()
-        if not self.wake.is_set():
-            self.wake.set()
+        if job.event is None:  # else they have only just begun
+            self.pump()
+        if self.link is not None and time.monotonic() < self.next_look:
+            self.alarm.set(BUSY_S)
 
     def fail(self, dump: Dump, reason: str) -> None:
         """Drop a dump and say why in `<rid>.error` (an empty reason: without one). Never raises.
@@ -473,7 +508,7 @@ class Writer:
             self.pump(wait=True)
             time.sleep(0.002)
         self.over = True
-        self.wake.set()
+        self.alarm.set(1e-6)
         if self.link is not None:
             self.link.shutdown(socket.SHUT_WR)
         if self.process is not None:
@@ -522,12 +557,12 @@ class Writer:
             job = self.waiting[0]
             if job.event is not None:
                 if not job.event.query():
-                    if not job.late:
-                        job.late = True
-                        self.counters.add(waits=1)
+                    job.late = True
                     break
-                self.counters.add(copy_s=job.started.elapsed_time(job.event) / 1e3)
+                self.counters.add(copy_s=job.started.elapsed_time(job.event) / 1e3, waits=int(job.late))
                 job.held = ()  # GPU memory, which must not wait for the process
+                self.events.append((job.started, job.event))
+                job.started = job.event = None
             self.waiting.popleft()
             if job.failed is not None:
                 if job.failed.dead:
@@ -563,10 +598,14 @@ class Writer:
         self.sent[self.serial] = job.block
         self.unsent += frame(("job", self.serial, job.block[0], job.rows, pieces))
 
-    def _receive(self) -> None:
+    def _receive(self, last: bool = False) -> None:
+        """What the process says: what lies there, with `last` to the end of it. Raises EOFError at its end."""
+        size = 1 << 16
         try:
-            while data := self.link.recv(1 << 16):
+            while data := self.link.recv(size):
                 self.received += data
+                if len(data) < size and not last:
+                    return  # saves a call that finds nothing; an end is seen the next time
             raise EOFError
         except BlockingIOError:
             pass
@@ -590,7 +629,7 @@ class Writer:
     def _hang_up(self) -> None:
         """The process is gone (with the lock): hear its last words; the courier sees to the rest."""
         try:
-            self._receive()
+            self._receive(last=True)
         except (OSError, EOFError):
             pass
         except Exception:
@@ -601,16 +640,14 @@ class Writer:
     def _idle(self) -> None:
         """The courier's life."""
         while True:
-            self.wake.wait(1.0)  # a process that ended while nothing was written is noticed too
-            time.sleep(IDLE_S)
-            latest = time.monotonic() + 1.0
-            while self.link is not None and not self.over and (now := time.monotonic()) < (then := min(latest, self.looked + BUSY_S)):
-                time.sleep(then - now)
+            self.alarm.wait()
             if self.over:
+                self.alarm.close()
                 return
+            self.next_look = time.monotonic() + LOOK_S
+            self.alarm.set(LOOK_S)  # before anything is looked at: what a forward sets meanwhile stays
             try:
-                self.wake.clear()
-                ended = self.process is not None and self.process.poll() is not None
+                ended = self.process is not None and self.process.poll() is not None  # noticed also while nothing is written
                 self.pump(wait=True)
                 if ended:
                     with self.lock:
@@ -621,7 +658,7 @@ class Writer:
                     if time.monotonic() >= self.next_start:
                         self._start()
                 if self.waiting or self.ready or self.unsent or self.sent:
-                    self.wake.set()
+                    self.alarm.set(IDLE_S)
             except Exception as exc:
                 logger.error("hidden-state dump: the process that writes the dumps cannot be started again: %r", exc, exc_info=not isinstance(exc, (OSError, subprocess.SubprocessError)))
                 time.sleep(1.0)
@@ -729,6 +766,7 @@ class FileWriter:
         self.settings, self.metadata, self.memory, self.link = settings, metadata, memory, link
         self.server = server  # process id of the server, whose child this is; 0: the same process
         self.until = float("inf")  # no rows are written after this time
+        self.alert = 0.0  # until then messages are looked for, not waited for
         self.fields: list[Field] = []
         self.jobs: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()  # ("fail", ...) or (Task, one of its pieces)
         self.open: dict[int, OpenFile] = {}
@@ -770,12 +808,19 @@ class FileWriter:
         poller = select.poll()
         poller.register(self.link, select.POLLIN)
         try:
-            while not poller.poll(1000):
-                if self.server and os.getppid() != self.server:
-                    return b""
-            return self.link.recv(1 << 20)
+            while time.monotonic() < self.alert:
+                time.sleep(PAUSE_S)
+                if poller.poll(0):
+                    break
+            else:
+                while not poller.poll(1000):
+                    if self.server and os.getppid() != self.server:
+                        return b""
+            data = self.link.recv(1 << 20)
         except OSError:
             return b""
+        self.alert = time.monotonic() + ALERT_S
+        return data
 
     def _answer(self, number: int | None, counts: dict[str, float], done: list[int], failed: list[int]) -> None:
         with self.lock:
@@ -975,35 +1020,47 @@ class Capture:
         self.lock = threading.Lock()  # guards pending and refused against the housekeeper; never held during a copy or a write
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" and writer is not None else None
+        self.made = torch.cuda.Event() if self.stream is not None else None  # recorded behind each forward: its states are there
         self.original = switch.text.forward
         parameters = list(inspect.signature(self.original).parameters)
         if "forward_batch" not in parameters:
             raise HiddenStateDumpError(f"{type(switch.text).__name__}.forward takes no forward_batch ({', '.join(parameters)}); this class is not supported")
         self.position = parameters.index("forward_batch")
         self.logged = 0
-        self.kinds: list[tuple[torch.dtype, int]] = []  # of the states of every batch
-        self.memcpy = device_copy(self.stream, writer.ring) if self.stream is not None else None
+        self.kinds: tuple[list[torch.dtype], int] = ([], 0)  # of the states of every batch: dtypes, columns
+        self.laid: tuple[int, list[int], int] = (0, [], 0)  # rows of the latest batch, and its layout()
+        self.row_bytes: list[int] = []  # of the fields
+        self.began = 0  # requests, not counted yet
+        self.memcpy, self.memcpy_rows = device_copy(self.stream, writer.ring) if self.stream is not None else (None, None)
         self.kernel = fp8_kernel(self.stream, settings.ops) if self.stream is not None and settings.dtype == "fp8" and settings.ops else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """In place of the text model's forward: the same answer, and the rows of our requests on their way to the files."""
+        begin = time.perf_counter()
         batch, pieces = self.plan(args, kwargs)
         if not pieces:
             return self.original(*args, **kwargs)
+        if self.writer is not None:
+            try:
+                self.writer.pump()  # what the batches before have copied; done now, a GPU's copies of the last one had the time since its forward
+            except Exception:
+                self.log_exception()
         self.switch.set(True)
+        before = time.perf_counter() - begin
         try:
             output = self.original(*args, **kwargs)
         finally:
+            begin = time.perf_counter()
             self.switch.set(False)
         plain, aux = split_output(output)
         if self.writer is not None:
-            begin = time.perf_counter()
             try:
                 self.take(pieces, batch, plain[0] if isinstance(plain, tuple) else plain, aux)
             except Exception as exc:
                 self.log_exception()
                 self.give_up([piece.rid for piece in pieces], f"the capture code failed: {exc!r}")
-            self.writer.counters.add(hook_s=time.perf_counter() - begin)
+            self.writer.counters.add(requests=self.began, hook_s=before + time.perf_counter() - begin)
+            self.began = 0
         return plain
 
     def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Piece]]:
@@ -1034,20 +1091,25 @@ class Capture:
         states = list(aux) if isinstance(aux, (list, tuple)) else list(aux.chunk(points, dim=-1)) if aux.shape[-1] == points * final.shape[-1] else [aux]
         if len(states) != points:
             raise RuntimeError(f"forward returned {len(states)} auxiliary states for {points} capture points")
-        ids = batch.input_ids
-        for state in (*states, final):
-            if state.shape != final.shape or state.dim() != 2 or len(state) != len(ids):
-                raise RuntimeError(f"states of shape {[tuple(item.shape) for item in (*states, final)]} for {len(ids)} tokens (a shard of them?)")
-        kinds = [(state.dtype, state.shape[-1]) for state in (*states, final)]
+        ids, shape = batch.input_ids, final.shape
+        if len(shape) != 2 or ids.shape[0] != shape[0] or any(state.shape != shape for state in states):
+            raise RuntimeError(f"states of shape {[tuple(item.shape) for item in (*states, final)]} for {len(ids)} tokens (a shard of them?)")
+        states.append(final)
+        kinds = [state.dtype for state in states], shape[1]
         if not self.writer.fields:
-            self.writer.fields, self.kinds = fields_of([*states, final], self.settings.dtype == "fp8"), kinds
+            self.writer.fields, self.kinds = fields_of(states, self.settings.dtype == "fp8"), kinds
+            self.row_bytes = [item.row_bytes for item in self.writer.fields]
         if self.kinds != kinds:
             raise RuntimeError(f"states changed from {self.kinds} to {kinds}")
-        kept = [(dump, piece) for piece in pieces if (dump := self.accept(piece)) is not None]
+        now = time.monotonic()
+        with self.lock:
+            kept = [(dump, piece) for piece in pieces if (dump := self.accept(piece, now)) is not None]
         if not kept:
             return
         rows = sum(piece.rows for _, piece in kept)
-        starts, size = layout(self.writer.fields, rows)
+        if self.laid[0] != rows:
+            self.laid = (rows, *layout(self.writer.fields, rows))
+        _, starts, size = self.laid
         block = self.writer.ring.take(size)
         if block is None:
             self.writer.pump()  # what the process has written since
@@ -1064,7 +1126,7 @@ class Capture:
             job.pieces.append((dump, piece, row))
             row += piece.rows
         try:
-            self.copy(job, ids, [*states, final], starts)
+            self.copy(job, ids, states, starts)
         except Exception:
             if self.stream is not None:
                 self.stream.synchronize()  # a copy that was started must not end in what the block holds next
@@ -1077,33 +1139,29 @@ class Capture:
                     self.pending.pop(dump.rid, None)
         self.writer.put(job)
 
-    def accept(self, piece: Piece) -> Dump | None:
-        """The dump that these rows belong to; None when they are not wanted (any more)."""
-        with self.lock:
-            dump = self.pending.get(piece.rid)
-            if piece.first == 0:  # a new request, or one that was retracted and starts over
-                if dump is None:
-                    self.writer.counters.add(requests=1)
-                else:
-                    self.drop_quietly(dump)
-                self.refused.pop(piece.rid, None)
-                dump = self.pending[piece.rid] = Dump(piece.rid, piece.tokens)
-            elif piece.rid in self.refused:
-                return None
-            elif dump is None or dump.dead or dump.next_row != piece.first:
-                if dump is not None and dump.dead:
-                    self.pending.pop(piece.rid, None)
-                    self.refused[piece.rid] = time.monotonic()
-                    return None
+    def accept(self, piece: Piece, now: float) -> Dump | None:
+        """The dump that these rows belong to; None when they are not wanted (any more). With the lock."""
+        dump = self.pending.get(piece.rid)
+        if piece.first == 0:  # a new request, or one that was retracted and starts over
+            if dump is None:
+                self.began += 1
+            else:
+                self.drop_quietly(dump)
+            self.refused.pop(piece.rid, None)
+            dump = self.pending[piece.rid] = Dump(piece.rid, piece.tokens)
+        elif piece.rid in self.refused:
+            return None
+        elif dump is None or dump.dead or dump.next_row != piece.first:
+            self.pending.pop(piece.rid, None)
+            self.refused[piece.rid] = now
+            if dump is None or not dump.dead:
                 seen = dump.next_row if dump else 0
-                dump = self.pending.pop(piece.rid, None) or Dump(piece.rid, piece.tokens)
-                self.refused[piece.rid] = time.monotonic()
                 reason = f"rows {seen} to {piece.first - 1} never passed through the model (served from a prefix cache?)" if seen < piece.first else "rows came twice"
-                self.writer.fail(dump, reason)
-                return None
-            dump.next_row = piece.first + piece.rows
-            dump.touched = time.monotonic()
-            return dump
+                self.writer.fail(dump or Dump(piece.rid, piece.tokens), reason)
+            return None
+        dump.next_row = piece.first + piece.rows
+        dump.touched = now
+        return dump
 
     def drop_quietly(self, dump: Dump) -> None:
         """Forget what was written of a request that starts over (the writer removes its temporary file, no `.error`)."""
@@ -1126,34 +1184,57 @@ class Capture:
                 runs[-1][1] += piece.rows
             else:
                 runs.append([piece.batch_row, piece.rows, row])
-        fp8 = self.settings.dtype == "fp8"
+        by_address = self.memcpy is not None and self.settings.dtype != "fp8"
+        if by_address:
+            states = [state if self._has_rows(state) else state.contiguous() for state in states]
         if self.stream is None:
-            self._enqueue(job, ids, states, starts, runs, fp8)
+            self._by_address(job, (ids.to(torch.int32), *states), starts, runs) if by_address else self._by_torch(job, ids, states, starts, runs)
             return
         main = torch.cuda.current_stream(self.device)
         # ids are a view of the one buffer into which SGLang copies every batch's (0.5.17 and 0.5.23: model_executor/runner/eager_runner.py; seen on a GPU: the next
         # batch's ids in a dump), final may be one of a model's. The auxiliary states are fresh tensors of this forward (read in both versions:
         # layers/aux_hidden_states.py, the models' own lists, and the reductions that make a residual), so to hold them until they are copied is enough.
         ids, states[-1] = ids.to(torch.int32, copy=True), states[-1].clone()
-        self.stream.wait_stream(main)
-        with torch.cuda.stream(self.stream):
-            job.started, job.event = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            job.started.record(self.stream)
-            self._enqueue(job, ids, states, starts, runs, fp8)
-            job.event.record(self.stream)
+        self.made.record(main)
+        self.stream.wait_event(self.made)
+        job.started, job.event = self.writer.events.pop() if self.writer.events else (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        job.started.record(self.stream)
+        if by_address:
+            self._by_address(job, (ids, *states), starts, runs)
+        else:
+            with torch.cuda.stream(self.stream):
+                self._by_torch(job, ids, states, starts, runs)
+        job.event.record(self.stream)
         # held until the copies are done; with record_stream() the allocator would ask at every allocation of the next forward whether they are
         job.held = (ids, *states)
 
-    def _enqueue(self, job: Job, ids: torch.Tensor, states: list[torch.Tensor], starts: list[int], runs: list[list[int]], fp8: bool) -> None:
+    def _has_rows(self, state: torch.Tensor) -> bool:
+        """Whether [T, H] can be copied by address: a row's values lie side by side, and so do its rows unless copies with a pitch work here."""
+        return state.stride(1) == 1 and (self.memcpy_rows is not None or state.is_contiguous())
+
+    def _by_address(self, job: Job, tensors: tuple[torch.Tensor, ...], starts: list[int], runs: list[list[int]]) -> None:
+        """Enqueue the copies of the fields' tensors [T] or [T, H] as they lie on the device: no tensor is made, no kernel launched."""
+        base = self.writer.ring.address + job.block[0]
+        for tensor, start, row_bytes in zip(tensors, starts, self.row_bytes):
+            source, pitch = tensor.data_ptr(), tensor.stride(0) * tensor.element_size()
+            for first, count, row in runs:
+                to, place = base + start + row * row_bytes, source + first * pitch
+                code = self.memcpy(to, place, count * row_bytes) if pitch == row_bytes or count == 1 else self.memcpy_rows(to, place, pitch, row_bytes, count)
+                if code:
+                    raise RuntimeError(f"a copy to the host failed (CUDA error {code})")
+
+    def _by_torch(self, job: Job, ids: torch.Tensor, states: list[torch.Tensor], starts: list[int], runs: list[list[int]]) -> None:
+        """Enqueue the copies on the current stream, fp8 rows made on the way."""
         places = {item.name: (job.block[0] + start, item.row_bytes) for item, start in zip(self.writer.fields, starts)}
         names = [item.name for item in self.writer.fields if item.columns]
+        fp8 = self.settings.dtype == "fp8"
         kernel = self.kernel if states[0].dtype is torch.bfloat16 else None
         if fp8 and kernel is None:  # in pieces, so that its float32 copies stay small beside a model that fills the GPU
             runs = [[first + at, min(FP8_ROWS, count - at), row + at] for first, count, row in runs for at in range(0, count, FP8_ROWS)]
 
         def send(name: str, rows: torch.Tensor, row: int) -> None:
             start, row_bytes = places[name]
-            self.to_host(rows, start + row * row_bytes, len(rows) * row_bytes)
+            self.to_host(rows, start + row * row_bytes, rows.shape[0] * row_bytes)
 
         for first, count, row in runs:
             send("input_ids", ids[first : first + count].to(torch.int32), row)
@@ -1169,10 +1250,10 @@ class Capture:
         rows = rows.contiguous()
         if rows.nbytes != nbytes:
             raise RuntimeError(f"{rows.nbytes} bytes of rows for {nbytes} of the ring")
-        memory = self.writer.ring.memory
+        ring = self.writer.ring
         if self.memcpy is None:
-            memory[at : at + nbytes].view(rows.dtype).view(rows.shape).copy_(rows, non_blocking=True)
-        elif code := self.memcpy(memory.data_ptr() + at, rows.data_ptr(), nbytes):
+            ring.memory[at : at + nbytes].view(rows.dtype).view(rows.shape).copy_(rows, non_blocking=True)
+        elif code := self.memcpy(ring.address + at, rows.data_ptr(), nbytes):
             raise RuntimeError(f"a copy to the host failed (CUDA error {code})")
 
     def log_exception(self) -> None:
@@ -1193,25 +1274,59 @@ class Capture:
             self.writer.fail(dump, f"no new rows for {self.settings.stale_s:.0f} s after {dump.next_row} of {dump.tokens}: the request was aborted")
 
 
-def device_copy(stream: torch.cuda.Stream, ring: Ring) -> Callable[[int, int, int], int] | None:
-    """The CUDA driver's own copy from device to host on `stream` as a function (to, from, bytes) -> error code, tried on the ring; None where it does not work.
+class Memcpy2D(ctypes.Structure):
+    """CUDA_MEMCPY2D of the driver's cuda.h: where rows come from and where they go."""
 
-    One call in place of three slices and a copy_(): eager prefill is bound by what the forward thread does on the host.
+    _fields_ = [
+        ("srcXInBytes", ctypes.c_size_t), ("srcY", ctypes.c_size_t), ("srcMemoryType", ctypes.c_uint), ("srcHost", ctypes.c_void_p), ("srcDevice", ctypes.c_uint64),
+        ("srcArray", ctypes.c_void_p), ("srcPitch", ctypes.c_size_t),
+        ("dstXInBytes", ctypes.c_size_t), ("dstY", ctypes.c_size_t), ("dstMemoryType", ctypes.c_uint), ("dstHost", ctypes.c_void_p), ("dstDevice", ctypes.c_uint64),
+        ("dstArray", ctypes.c_void_p), ("dstPitch", ctypes.c_size_t), ("WidthInBytes", ctypes.c_size_t), ("Height", ctypes.c_size_t),
+    ]  # fmt: skip
+
+
+Memcpy = Callable[[int, int, int], int]
+MemcpyRows = Callable[[int, int, int, int, int], int]
+
+
+def device_copy(stream: torch.cuda.Stream, ring: Ring) -> tuple[Memcpy | None, MemcpyRows | None]:
+    """The CUDA driver's own copies from device to host on `stream`, as functions that return an error code: (to, from, bytes), and (to, from, pitch, bytes a row, rows) for rows
+    that lie `pitch` bytes apart on the device and go side by side to the host. Each is tried on the ring first; None where it does not work.
+
+    One call in place of slices, a copy in rows' order and a copy_(): eager prefill is bound by what the forward thread does on the host.
     """
     try:
-        call = ctypes.PyDLL("libcuda.so.1").cuMemcpyDtoHAsync_v2  # PyDLL: keeps Python's lock, for a few microseconds
-        call.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
-        probe = torch.randint(0, 256, (min(ring.size, 1 << 16),), dtype=torch.uint8, device=stream.device)
-        torch.cuda.current_stream(stream.device).synchronize()
-        handle = stream.cuda_stream
-        code = call(ring.memory.data_ptr(), probe.data_ptr(), len(probe), handle)
-        stream.synchronize()
-        if code == 0 and torch.equal(ring.memory[: len(probe)], probe.cpu()):
-            return lambda to, source, nbytes: call(to, source, nbytes, handle)
-        logger.warning("hidden-state dump: the driver's own copy to the host does not work here (CUDA error %d); torch copies, which costs a little more", code)
+        library = ctypes.PyDLL("libcuda.so.1")  # PyDLL: keeps Python's lock, for a few microseconds
+        call, call_rows = library.cuMemcpyDtoHAsync_v2, library.cuMemcpy2DAsync_v2
     except (OSError, AttributeError) as exc:
         logger.warning("hidden-state dump: no libcuda.so.1 to copy with (%s); torch copies, which costs a little more", exc)
-    return None
+        return None, None
+    call.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+    call_rows.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+    handle, each = stream.cuda_stream, Memcpy2D(srcMemoryType=2, dstMemoryType=1)  # CU_MEMORYTYPE_DEVICE, CU_MEMORYTYPE_HOST
+    where = ctypes.addressof(each)
+
+    def memcpy(to: int, source: int, nbytes: int) -> int:
+        return call(to, source, nbytes, handle)
+
+    def memcpy_rows(to: int, source: int, pitch: int, nbytes: int, rows: int, each: Memcpy2D = each) -> int:
+        each.dstHost, each.srcDevice, each.srcPitch, each.dstPitch, each.WidthInBytes, each.Height = to, source, pitch, nbytes, nbytes, rows
+        return call_rows(where, handle)
+
+    probe = torch.randint(0, 256, (min(ring.size // 4, 1 << 14) // 64, 256), dtype=torch.uint8, device=stream.device)  # [R, 256]: four packed states of 64 bytes a row
+    torch.cuda.current_stream(stream.device).synchronize()
+    code = memcpy(ring.address, probe.data_ptr(), probe.nbytes)
+    stream.synchronize()
+    if code or not torch.equal(ring.memory[: probe.nbytes].view(probe.shape), probe.cpu()):
+        logger.warning("hidden-state dump: the driver's own copy to the host does not work here (CUDA error %d); torch copies, which costs a little more", code)
+        return None, None
+    rows = probe[3:-5, 64:128]
+    code = memcpy_rows(ring.address, rows.data_ptr(), rows.stride(0), 64, len(rows))
+    stream.synchronize()
+    if code or not torch.equal(ring.memory[: rows.nbytes].view(rows.shape), rows.cpu()):
+        logger.warning("hidden-state dump: the driver's copy of rows with a pitch does not work here (CUDA error %d); packed states are taken apart first", code)
+        return memcpy, None
+    return memcpy, memcpy_rows
 
 
 def fp8_kernel(stream: torch.cuda.Stream, path: str) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None:

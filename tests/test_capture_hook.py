@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -778,29 +779,186 @@ def test_a_value_that_is_not_finite_shows_in_an_fp8_dump(rig: Callable[..., Rig]
         dumps.check_dump(dumps.read_dump(dumps.wait_dump(one.folder, rid, 10)), rid, [1, 2, 3, 4])
 
 
-@pytest.mark.parametrize("dtype", ["model", "fp8"])
-def test_the_driver_s_copy_lands_where_torch_s_does(rig: Callable[..., Rig], dtype: str) -> None:
+def move_rows(to: int, source: int, pitch: int, nbytes: int, rows: int) -> int:
+    """The driver's copy of rows that lie `pitch` bytes apart, on the host."""
+    assert pitch >= nbytes
+    for row in range(rows):
+        ctypes.memmove(to + row * nbytes, source + row * pitch, nbytes)
+    return 0
+
+
+@pytest.mark.parametrize(("dtype", "style", "pitched"), [("model", "list", True), ("model", "packed", True), ("model", "packed", False), ("fp8", "list", True), ("fp8", "packed", True)])
+def test_the_driver_s_copy_lands_where_torch_s_does(rig: Callable[..., Rig], dtype: str, style: str, pitched: bool) -> None:
     """On a GPU rows go into the ring by address; here memmove stands in for the driver."""
-    one, copied = rig(dtype=dtype), []
+    one, copied = rig(dtype=dtype, style=style), []
 
     def memcpy(to: int, source: int, nbytes: int) -> int:
         ctypes.memmove(to, source, nbytes)
-        copied.append(nbytes)
+        copied.append("rows" if nbytes else "")
         return 0
 
-    requests = [(name(7, run="a"), [5, 6, 7, 8, 9, 1, 2], 0), (name(3, run="b"), [3, 2, 1], 0)]
+    requests = [(name(7, run="a"), [5, 6, 7, 8, 9, 1, 2], 0), (name(3, run="b"), [3, 2, 1], 0), (name(1, run="c"), [4], 0)]
     one.run(*requests)
     files = [dumps.wait_dump(one.folder, rid, 10).read_bytes() for rid, _, _ in requests]
     for rid, _, _ in requests:
         dumps.remove_dump(one.folder, rid)
     one.capture.memcpy = memcpy
-    one.run(requests[0], ("health", [1, 1], 0), requests[1])  # a row between them that is not ours: two stretches to copy
+    one.capture.memcpy_rows = (lambda *where: copied.append("pitched") or move_rows(*where)) if pitched else None
+    one.run(requests[0], ("health", [1, 1], 0), requests[1], ("health", [1], 0), requests[2])  # rows between them that are not ours: three stretches to copy
     assert [dumps.wait_dump(one.folder, rid, 10).read_bytes() for rid, _, _ in requests] == files
-    assert len(copied) == 2 * len(one.writer.fields)
+    assert len(copied) == 3 * len(one.writer.fields)
+    # two stretches of three auxiliary states; one of a single row needs no pitch
+    assert copied.count("pitched") == (2 * 3 if pitched and style == "packed" and dtype == "model" else 0)
     one.capture.memcpy = lambda to, source, nbytes: 700
     again = name(3, run="c")
     one.run((again, [3, 2, 1], 0))
     assert "CUDA error 700" in error_of(one, again)
+
+
+class Driver:
+    """libcuda.so.1 as far as the capture code calls it: copies at once, on the stream that it was made for."""
+
+    def __init__(self, pitch_error: int = 0):
+        self.calls: list[str] = []
+
+        def copy(to: int, source: int, nbytes: int, stream: int) -> int:
+            self.calls.append(f"copy on {stream}")
+            ctypes.memmove(to, source, nbytes)
+            return 0
+
+        def copy_rows(where: int, stream: int) -> int:
+            self.calls.append(f"rows on {stream}")
+            each = hook.Memcpy2D.from_address(where)
+            assert (each.srcMemoryType, each.dstMemoryType) == (2, 1) and each.dstPitch == each.WidthInBytes  # from the device, to the host, side by side
+            return pitch_error or move_rows(each.dstHost, each.srcDevice, each.srcPitch, each.WidthInBytes, each.Height)
+
+        self.cuMemcpyDtoHAsync_v2, self.cuMemcpy2DAsync_v2 = copy, copy_rows
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Stand-ins for torch's streams and events that note what is done with them; an event is over when device["over"] says so."""
+    state: dict[str, Any] = {"log": [], "over": True, "driver": Driver(), "events": 0}
+
+    class Event:
+        def __init__(self, enable_timing: bool = False):
+            state["events"] += 1
+
+        def record(self, stream: Any) -> None:
+            state["log"].append(f"record on {stream.cuda_stream}")
+
+        def query(self) -> bool:
+            return state["over"]
+
+        def elapsed_time(self, other: Any) -> float:
+            return 2.0
+
+    class Stream:
+        def __init__(self, number: int):
+            self.cuda_stream, self.device = number, torch.device("cpu")
+
+        def wait_event(self, event: Any) -> None:
+            state["log"].append(f"{self.cuda_stream} waits")
+
+        def synchronize(self) -> None:
+            state["log"].append(f"synchronize {self.cuda_stream}")
+
+        def __enter__(self) -> None:
+            state["log"].append(f"torch on {self.cuda_stream}")
+
+        def __exit__(self, *exc: Any) -> None:
+            pass
+
+    state["main"], state["stream"] = Stream(1), Stream(2)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: state["main"])
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(hook.ctypes, "PyDLL", lambda name, real=ctypes.PyDLL, **how: state["driver"] if name == "libcuda.so.1" else real(name, **how))
+    return state
+
+
+def on_device(one: Rig, device: dict[str, Any]) -> None:
+    """What Capture does at start where there is a GPU."""
+    one.capture.stream, one.capture.made = device["stream"], torch.cuda.Event()
+    one.capture.memcpy, one.capture.memcpy_rows = hook.device_copy(device["stream"], one.writer.ring)
+    device["log"].clear()
+    device["driver"].calls.clear()
+
+
+@pytest.mark.parametrize("style", ["list", "packed"])
+def test_on_a_device_the_copies_follow_the_forward_on_a_stream_of_their_own(rig: Callable[..., Rig], device: dict[str, Any], style: str) -> None:
+    one = rig(style=style, process=True)
+    on_device(one, device)
+    device["over"] = False
+    first, second = (name(5), [3, 1, 4, 1, 5]), (name(4), [2, 7, 1, 8])
+    one.run((*first, 0))
+    assert device["log"] == ["record on 1", "2 waits", "record on 2", "record on 2"]  # and no kernel of torch's on the copies' stream
+    assert device["driver"].calls == ["copy on 2"] + (["copy on 2"] * 4 if style == "list" else ["rows on 2"] * 3 + ["copy on 2"])
+    assert len(one.writer.waiting) == 1 and one.writer.waiting[0].held and not list(one.folder.glob("*.safetensors"))
+    one.run((*second, 0))  # looks at the first one's copies, which still run
+    assert one.writer.waiting[0].late and len(one.writer.waiting) == 2
+    device["over"] = True
+    check(one, *first)  # no forward comes: the courier hands over
+    check(one, *second)
+    until(lambda: settled(one))
+    assert one.counters.values["waits"] >= 1 and one.counters.values["copy_s"] == pytest.approx(0.004) and one.counters.values["requests"] == 2
+    made = device["events"]
+    third = (name(2), [9, 9])
+    one.run((*third, 0))
+    check(one, *third)
+    assert device["events"] == made  # events are used again
+
+
+def test_on_a_device_fp8_rows_are_made_on_the_copies_stream(rig: Callable[..., Rig], device: dict[str, Any]) -> None:
+    one = rig(dtype="fp8", process=True)
+    on_device(one, device)
+    rid, ids = name(4), [5, 6, 7, 8]
+    one.run((rid, ids, 0))
+    assert device["log"] == ["record on 1", "2 waits", "record on 2", "torch on 2", "record on 2"]
+    dumps.check_dump(dumps.read_dump(dumps.wait_dump(one.folder, rid, 10)), rid, ids)
+
+
+def test_on_a_device_a_copy_that_fails_is_over_before_its_block_is_given_back(rig: Callable[..., Rig], device: dict[str, Any]) -> None:
+    one = rig(process=True)
+    on_device(one, device)
+    one.capture.memcpy = lambda to, source, nbytes: 700
+    rid = name(3)
+    one.run((rid, [3, 2, 1], 0))
+    assert device["log"][-1] == "synchronize 2" and "CUDA error 700" in error_of(one, rid) and not one.writer.ring._blocks
+
+
+def test_the_driver_s_copies_are_tried_before_they_are_used(device: dict[str, Any]) -> None:
+    ring = hook.Ring(1 << 20, False)
+    assert None not in hook.device_copy(device["stream"], ring)
+    device["driver"] = Driver(pitch_error=1)
+    memcpy, memcpy_rows = hook.device_copy(device["stream"], ring)
+    assert memcpy is not None and memcpy_rows is None
+    device["driver"].cuMemcpyDtoHAsync_v2 = lambda to, source, nbytes, stream: 0  # says that it copied
+    assert hook.device_copy(device["stream"], ring) == (None, None)
+    device["driver"] = object()
+    assert hook.device_copy(device["stream"], ring) == (None, None)
+
+
+def test_the_driver_s_struct_is_that_of_cuda_h() -> None:
+    """CUDA_MEMCPY2D of cuda.h on a 64-bit machine: offsets by hand."""
+    offsets = {name: getattr(hook.Memcpy2D, name).offset for name, _ in hook.Memcpy2D._fields_}
+    assert ctypes.sizeof(hook.Memcpy2D) == 128
+    assert {name: offsets[name] for name in ("srcMemoryType", "srcDevice", "srcPitch")} == {"srcMemoryType": 16, "srcDevice": 32, "srcPitch": 48}
+    assert {name: offsets[name] for name in ("dstMemoryType", "dstHost", "dstPitch")} == {"dstMemoryType": 72, "dstHost": 80, "dstPitch": 104}
+    assert (offsets["WidthInBytes"], offsets["Height"]) == (112, 120)
+
+
+def test_an_alarm_that_is_put_off_goes_off_later() -> None:
+    alarm = hook.Alarm()
+    alarm.set(0.05)
+    alarm.set(1000.0)
+    assert not select.select([alarm.file], [], [], 0.2)[0]
+    alarm.set(0.01)
+    assert select.select([alarm.file], [], [], 20.0)[0]
+    alarm.wait()
+    assert not select.select([alarm.file], [], [], 0.1)[0]  # once
+    alarm.close()
+    alarm.set(0.01)  # harms nothing
 
 
 def test_requests_of_a_batch_are_written_side_by_side(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
