@@ -203,6 +203,7 @@ def serve(args: argparse.Namespace) -> None:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        timeout = args.idle_s or None  # a connection that idles so long is closed, as SGLang closes it after five seconds
         disable_nagle_algorithm = True  # headers and body are two writes: without this the second waits for the client's delayed answer to the first
 
         def log_message(self, *words: object) -> None:
@@ -259,6 +260,7 @@ def main() -> None:
     parser.add_argument("--slow-s", type=float, default=3.0)
     parser.add_argument("--tok-s", type=float, default=0.0, help="prefill speed; 0: at once")
     parser.add_argument("--pool", action="store_true", help="hand out dumps that POST /prepare {rows, count} has made beforehand")
+    parser.add_argument("--idle-s", type=float, default=0.0, help="close connections on which nothing comes for so long; 0: never")
     parser.add_argument("--processes", type=int, default=1, help="that answer on this port")
     parser.add_argument("--format", default="2", help="of the dumps, as their metadata says it")
     parser.add_argument("--wrong-final", action="store_true", help="the rows of final in reverse order")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from aerie.generate_client import Client, was_closed
 from aerie.rid import sample_id
 from aerie.samples import Sample
 from aerie.store import Store
@@ -32,6 +33,19 @@ def test_requests_that_time_out_and_arrive_late(fake_run):
     for path in run.dumps.glob("aerie.*"):  # nothing was left to do, so nobody looked: the next real run sweeps
         path.unlink()
     run.assert_complete()
+
+
+def test_a_closed_idle_connection_is_no_lost_server(fake_run):
+    """While the store is full nothing is sent, and a server closes connections that idle: the next request opens a new one."""
+    run = fake_run()
+    run.start_server("--idle-s", "0.2")
+    client = Client(f"http://127.0.0.1:{run.port}", 5.0)
+    assert client.request("GET", "/health")[0] == 200
+    deadline = time.monotonic() + 30
+    while not was_closed(client._connection.sock):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert client.request("POST", "/abort_request", {"rid": "x"})[0] == 200
 
 
 def test_late_dumps_are_swept(fake_run):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import select
 import socket
 import urllib.parse
 from typing import Any
@@ -36,6 +37,8 @@ class Client:
     def request(self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None) -> tuple[int, bytes]:
         """(status, body). Raises ServerGone or RequestTimeout; sends nothing twice."""
         timeout = timeout_s or self.timeout_s
+        if self._connection is not None and was_closed(self._connection.sock):
+            self.close()
         if self._connection is None:
             self._connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
         connection = self._connection
@@ -62,6 +65,15 @@ class Client:
             return self.request("GET", "/health", timeout_s=timeout_s)[0] == 200
         except (ServerGone, RequestTimeout):
             return False
+
+
+def was_closed(sock: socket.socket | None) -> bool:
+    """Whether the other end closed a connection on which nothing is awaited: a server does that after some idle seconds (5 in SGLang's), and is no worse for it."""
+    if sock is None:
+        return False
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def error_text(data: bytes) -> str:

@@ -14,10 +14,11 @@ export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVL
 work=${WORK:-/tmp/two_gpus}; mkdir -p "$work/$what"; cd "$root" || exit 2
 keep() { cp "$work/$what"/*/two_*.json "$out/" 2>/dev/null; (cd "$work/$what" && find . -name '*.log' -o -name 'bench-*.json' -o -name '*.toml' | tar czf "$out/logs-$what.tar.gz" -T -); }
 trap keep EXIT
-part() {  # SECONDS COMMAND...: no longer than that, nor past DEADLINE seconds of the whole call
-  local limit=$1 start=$SECONDS left=$((${DEADLINE:-560} - SECONDS)); shift
+part() {  # LIMIT REST COMMAND...: no longer than LIMIT seconds, nor past DEADLINE seconds of the whole call; REST before that the command begins nothing new
+  local limit=$1 rest=$2 start=$SECONDS left=$((${DEADLINE:-560} - SECONDS)) code=0; shift 2
   [ "$left" -ge "$limit" ] || limit=$((left > 1 ? left : 1))
-  timeout -k 25 "$limit" "$@"; echo "== $(basename "${2:-$1}") exit $?, $((SECONDS - start)) s, $SECONDS s in all"
+  timeout -k 25 "$limit" "$@" --seconds $((limit > rest ? limit - rest : 1)) || code=$?
+  echo "== $(basename "$2") exit $code, $((SECONDS - start)) s, $SECONDS s in all"
 }
 case $what in
 servers)  # a server's first prefill on a fresh machine compiles for two minutes: the servers of both scripts start together, and take turns with what is timed
@@ -25,19 +26,19 @@ servers)  # a server's first prefill on a fresh machine compiles for two minutes
   "$PY" "$here/two_capture.py" "$work/servers/capture" --work "$work/capture" --prepare > "$work/servers/prepare.log" 2>&1 & prepare=$!
   [ -n "${QUICK:-}" ] || scripts/00_apply_patch.sh  # imports SGLang: it is compiled and in memory when the servers want it
   wait "$prepare"; echo "ready to start servers after $SECONDS s"
-  part "${EXTRACT_S:-360}" "$PY" "$here/two_extract.py" "$work/servers/extract" --seconds "${EXTRACT_S:-320}" & extract=$!
+  part "${EXTRACT_S:-360}" 40 "$PY" "$here/two_extract.py" "$work/servers/extract" & extract=$!
   [ -z "${QUICK:-}" ] || wait "$extract"
-  part "${CAPTURE_S:-520}" "$PY" "$here/two_capture.py" "$work/servers/capture" --work "$work/capture" --no-patch --seconds "${CAPTURE_S:-430}" --go "$go" & capture=$!
+  part "${CAPTURE_S:-520}" 90 "$PY" "$here/two_capture.py" "$work/servers/capture" --work "$work/capture" --no-patch --go "$go" & capture=$!
   wait "$extract"; touch "$go"; wait "$capture"
   ;;
 training)
-  part "${TRAIN_S:-500}" "$PY" "$here/two_train.py" "$work/training/train" --seconds "${TRAIN_S:-400}" --skip chain
+  part "${TRAIN_S:-500}" 40 "$PY" "$here/two_train.py" "$work/training/train" --skip chain
   ;;
 stream)
   [ -n "${QUICK:-}" ] || scripts/00_apply_patch.sh
-  part "${CHAIN_S:-240}" "$PY" "$here/two_train.py" "$work/stream/chain" --seconds "${CHAIN_S:-200}" --parts chain & chain=$!
+  part "${CHAIN_S:-240}" 40 "$PY" "$here/two_train.py" "$work/stream/chain" --parts chain & chain=$!
   [ -z "${QUICK:-}" ] || wait "$chain"
-  part "${STREAM_S:-520}" "$PY" "$here/two_stream.py" "$work/stream/stream" --seconds "${STREAM_S:-450}"
+  part "${STREAM_S:-520}" 40 "$PY" "$here/two_stream.py" "$work/stream/stream"
   wait "$chain"
   ;;
 *) echo "error: $what is none of servers, training, stream" >&2; exit 2 ;;

@@ -124,11 +124,11 @@ def main() -> None:
         wanted = data["splits"]["train"]["rows"] if data else -1
         texts = bench.get("lossless") or {}
         return {
-            **said, "accounting": store.get("accounting"), "trained_samples": train.get("samples", 0), "train_samples": wanted, "consumed_shards": consumed,
+            **said, "accounting": store.get("accounting"), "server_losses": store.get("server_losses"), "trained_samples": train.get("samples", 0), "train_samples": wanted, "consumed_shards": consumed,
             "server_gpus": ",".join(sorted(watch.server)), "trainer_gpus": ",".join(sorted(watch.trainer)), "used_mib": watch.used, "trainer_peak_bytes": train.get("peak_gpu_bytes", 0),
             "train_tok_s": train.get("train_tok_s"), "extract_tok_s": store.get("extract_tok_s"), "predicted": bench.get("predicted_accept_length"), "served": bench.get("accept_length"),
             "texts": f"{texts.get('equal')} of {texts.get('compared')} equal",
-            "right": train.get("samples") == wanted and consumed > 0 and watch.server == {"0"} and watch.trainer == {"1"},
+            "right": train.get("samples") == wanted and consumed > 0 and store.get("server_losses") == 0 and watch.server == {"0"} and watch.trainer == {"1"},
         }  # fmt: skip
 
     try:
@@ -140,7 +140,7 @@ def main() -> None:
             (out / f"server-{log.name}").write_bytes(log.read_bytes()[-100_000:])
         shutil.rmtree(config.run.store, ignore_errors=True)
         parts.summary((
-            "right", "accounting", "trained_samples", "train_samples", "consumed_shards", "server_gpus", "trainer_gpus", "train_tok_s", "extract_tok_s", "trainer_peak_bytes",
+            "right", "accounting", "server_losses", "trained_samples", "train_samples", "consumed_shards", "server_gpus", "trainer_gpus", "train_tok_s", "extract_tok_s", "trainer_peak_bytes",
             "predicted", "served", "texts", "last",
         ))  # fmt: skip
 
