@@ -14,11 +14,11 @@ from aerie.store import StreamingStore
 
 
 def main() -> None:
-    path, log, die_every = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    path, log, die_every, pause = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
     stream = StreamingStore(path)
     for number, store in enumerate(stream.shards(poll_s=0.02), 1):
         size = sum(file.stat().st_size for file in path.glob("shard-*"))
-        time.sleep(0.05)  # training
+        time.sleep(pause)  # training
         lines = [f"{store.ids[index]} {int(store.heldout[index])} {store.get(index).aux.double().sum():.0f} {size}\n" for index in range(len(store))]
         deaths = log.with_suffix(".deaths")
         if die_every and number % die_every == 0 and (not deaths.exists() or deaths.stat().st_size < 3):

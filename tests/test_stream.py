@@ -31,7 +31,7 @@ def stream_module():
     return module
 
 
-def streamed(run, die_every: int, kill_extraction_after: float = 0.0):
+def streamed(run, die_every: int, kill_extraction_after: float = 0.0, pause: float = 0.05):
     """watch() over 02b and the stand-in trainer; the samples that the trainer read, and the largest size of the store it saw."""
     module = stream_module()
     log = run.folder / "trained.log"
@@ -39,7 +39,7 @@ def streamed(run, die_every: int, kill_extraction_after: float = 0.0):
         for name, value in run.env.items():
             patch.setenv(name, value)
         extract = module.End("extraction", run.command())
-        train = module.End("training", [sys.executable, str(ROOT / "tests" / "stream_reader.py"), str(run.store_path), str(log), str(die_every)])
+        train = module.End("training", [sys.executable, str(ROOT / "tests" / "stream_reader.py"), str(run.store_path), str(log), str(die_every), str(pause)])
         if kill_extraction_after:
 
             def kill() -> None:
@@ -76,6 +76,17 @@ def test_the_store_passes_through_a_small_folder(fake_run):
     assert run.report()["samples"] == 154
     left = Store.open(run.store_path)  # the shards with held-out samples stay for evaluation, whatever their numbers
     assert sorted(sample for sample, heldout in zip(left.ids, left.heldout, strict=True) if heldout) == sorted(sample.id for sample in run.heldout)
+
+
+def test_a_store_that_stays_full_is_no_lost_server(fake_run, capfd):
+    """While the store is full nothing is sent; the server closes connections that idle, SGLang's after five seconds, and that costs nothing."""
+    run = fake_run(samples=40, heldout=4, extract={"keep_gb": KEEP / 2, "shard_gb": 2e-4, "max_in_flight": 4, "request_timeout_s": 60.0})
+    run.start_server("--idle-s", "0.2")
+    seen, _, ends = streamed(run, die_every=0, pause=0.5)
+    assert len(seen) == 44 and ends[0].restarts == 0
+    report = run.report()
+    assert report["server_losses"] == report["retries"] == 0
+    assert "waiting for it" not in capfd.readouterr().out
 
 
 @pytest.mark.slow
