@@ -245,7 +245,7 @@ def _drafter_input_backward(grad, ids, table, state, embed_weight, state_weight,
     rows = torch.empty(count if need_embed else 0, hidden, dtype=table.dtype, device=state.device)
     state_grad = torch.empty(count, hidden, dtype=state.dtype, device=state.device)
     with torch.cuda.device(state.device):
-        blocks = load().aerie_backward_blocks(hidden)
+        blocks = load().aerie_backward_blocks(count, hidden)
     sums = torch.empty(blocks, 2, hidden, dtype=torch.float32, device=state.device)  # each block's rows' weight gradients
     embed_weight_grad, state_weight_grad = torch.empty_like(embed_weight), torch.empty_like(state_weight)
     call(

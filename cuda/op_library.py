@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 PATH = Path(__file__).resolve().parent / "build" / "libaerie_drafter.so"
-ABI = 5  # AERIE_ABI of src/aerie_drafter.h
+ABI = 6  # AERIE_ABI of src/aerie_drafter.h
 
 P, I, L, F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 SIGNATURES: dict[str, list] = {
@@ -67,7 +67,7 @@ def load() -> ctypes.CDLL | None:
     library = ctypes.CDLL(str(PATH))
     library.aerie_error.restype = ctypes.c_char_p
     library.aerie_error.argtypes = [I]
-    library.aerie_backward_blocks.argtypes = [L]
+    library.aerie_backward_blocks.argtypes = [L, L]  # N, H
     if library.aerie_abi() != ABI or library.aerie_prepare() != 0:
         return None
     for name, arguments in SIGNATURES.items():

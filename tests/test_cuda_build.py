@@ -87,6 +87,7 @@ def test_header_and_loader_agree():
     declared = {name: arguments.count(",") + 1 for name, arguments in re.findall(r"int (aerie_\w+)\(([^)]+)\);", header)}
     for name, arguments in op_library.SIGNATURES.items():
         assert declared[name] == len(arguments) + 1, name
+    assert declared["aerie_backward_blocks"] == 2  # rows and width
 
 
 def test_sources_need_no_torch():

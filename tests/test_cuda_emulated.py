@@ -117,11 +117,12 @@ def test_drafter_input(kernels, h):
 @pytest.mark.parametrize("late", [False, True], ids=["copies at once", "copies late"])
 @pytest.mark.parametrize("need_rows", [True, False], ids=["rows", "no rows"])
 @pytest.mark.parametrize(
-    ("number", "groups", "h"), [(0, 1, 8), (0, 1, 4096), (0, 1, 5000), (0, 1, 7168), (0, 1, 12000), *((1, groups, h) for groups in (1, 3) for h in (8, 3000, 4096))],
+    ("number", "groups", "h", "n"),
+    [*((0, 1, h, 12) for h in (8, 4096, 5000, 7168, 12000)), *((1, groups, h, 12) for groups in (1, 3) for h in (8, 3000, 4096)), (0, 1, 8, 3), (1, 1, 8, 3), (1, 3, 8, 3), (0, 1, 8, 0)],
 )
-def test_drafter_input_backward(kernels, number, groups, h, need_rows, late):
+def test_drafter_input_backward(kernels, number, groups, h, n, need_rows, late):
     kernels.set_late(late)
-    n, v, blocks = 12, 5, 5
+    v, blocks = 5, max(1, min(n, 5))  # no more blocks than rows
     table, state, ids, grad = torch.randn(v, h).bfloat16(), torch.randn(n, h).bfloat16(), torch.randint(0, v, (n,)), torch.randn(n, 2 * h).bfloat16()
     weights = [torch.randn(h) for _ in range(2)]
     rows, d_state = (torch.full((n, h), torch.nan).bfloat16() for _ in range(2))

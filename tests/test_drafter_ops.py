@@ -562,6 +562,23 @@ def test_every_variant_cuda(op):
                     same(one, other, 2**-7, 2**-7 if op != "online" else 1e-4)
 
 
+@gpu
+def test_which_kernel_goes_by_rows_cuda():
+    """Op 2's backward: no more partial sums than rows; both kernels of H 4096 beside the reference on either side of the number of rows from which the other one is usual."""
+    library = ops.load()
+    assert [library.aerie_backward_blocks(n, h) for n in (0, 1, 5) for h in (8, 4096, 7168, 20000)] == [1, 1, 1, 1, 1, 1, 1, 1, 5, 5, 5, 5]
+    for n, number in ((6143, 0), (6144, 1)):
+        x, table, ids = torch.randn(n, 4096, device="cuda").bfloat16(), torch.randn(9, 4096, device="cuda").bfloat16(), torch.randint(0, 9, (n,), device="cuda")
+        arguments = torch.randn(n, 8192, device="cuda").bfloat16(), ids, table, x, *torch.randn(2, 4096, device="cuda"), 1e-5, True
+        blocks, got = library.aerie_backward_blocks(n, 4096), ops.OPS.drafter_input_backward(*arguments)
+        with chosen("drafter_input_backward", number):
+            assert library.aerie_backward_blocks(n, 4096) == blocks
+            for one, other in zip(got, ops.OPS.drafter_input_backward(*arguments)):
+                assert torch.equal(one, other), n
+        for one, other in zip(got, reference.drafter_input_backward(*arguments)):
+            assert (one.float() - other.float()).norm() <= (1e-4 if one.dim() == 1 else 2**-7) * other.float().norm(), n
+
+
 def test_a_variant_that_is_none_is_refused(monkeypatch):
     class Library:
         @staticmethod

@@ -4,7 +4,7 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
-#define AERIE_ABI 5
+#define AERIE_ABI 6
 
 // Ops that have more than one kernel: which of them runs may be chosen by number (op_library.py has their names), for measuring and testing.
 enum { AERIE_SOFT_TARGET, AERIE_ONLINE, AERIE_INPUT_BACKWARD, AERIE_DEQUANTIZE, AERIE_TOPK, AERIE_TOPK_RANKED, AERIE_BUILD_TREE, AERIE_OPS };
@@ -32,7 +32,7 @@ int aerie_drafter_input_backward(const void* grad, int64_t grad_stride, const vo
                                  const void* state, int64_t state_stride, const void* embed_weight, const void* state_weight, int weights32, int64_t n,
                                  int64_t h, float eps, void* d_rows, void* d_state, void* d_embed_weight, void* d_state_weight, float* sums,
                                  int blocks, cudaStream_t stream);
-int aerie_backward_blocks(int64_t h);  // blocks a side that fill the current device with the chosen kernel: sums holds [blocks, 2, h]
+int aerie_backward_blocks(int64_t n, int64_t h);  // blocks a side that fill the current device with the chosen kernel, n at the most: sums holds [blocks, 2, h]
 // 3. logits bf16 or (float32) float. For a served drafter: probabilities instead of logarithms; positions [n] += 1 and the best id into tokens, or null
 int aerie_draft_topk(const void* logits, int float32, int64_t stride, const int64_t* d2t, int64_t n, int64_t v, int k, float* log_probs, int64_t* ids,
                      int probabilities, int64_t* positions, int64_t* tokens, int64_t tokens_stride, cudaStream_t stream);

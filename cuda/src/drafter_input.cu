@@ -1,6 +1,8 @@
 // Op 2: [RMSNorm(table[ids]) * w1, RMSNorm(state) * w2] side by side as [N, 2H], and its backward.
-// Side 0 is the embedding, side 1 the state. Forward: one block a row and side, the row in registers. Backward: persistent blocks, each on one side, sum their
-// rows' weight gradients in registers and write one partial sum each, which a second kernel adds up.
+// Side 0 is the embedding, side 1 the state. Forward: one block a row and side, the row in registers. Backward: persistent blocks, each on one side or on
+// both, sum their rows' weight gradients in registers and write one partial sum each, which a second kernel adds up.
+#include <algorithm>
+
 #include "common.cuh"
 
 namespace aerie {
@@ -268,7 +270,7 @@ __global__ void __launch_bounds__(GROUPS_HERE * GROUP, GROUPS_HERE == 1 ? 2 : 1)
     }
 }
 
-// For wider rows: a block on one side. The first half of the blocks are the embedding's, so that two blocks a multiprocessor are one of each.
+// For fewer or wider rows: a block on one side. The first half of the blocks are the embedding's, so that two blocks a multiprocessor are one of each.
 template <int THREADS, int CH, int PER_SM, int STAGES>
 __global__ void __launch_bounds__(THREADS, PER_SM) drafter_input_backward_split(Inputs in, const __nv_bfloat16* grad, int64_t grad_stride, __nv_bfloat16* d_rows,
                                                                                __nv_bfloat16* d_state, float* sums) {
@@ -442,8 +444,11 @@ int launch_backward(const Plan& plan, int blocks, const Inputs& in, const __nv_b
     return cudaGetLastError();
 }
 
-int pick_backward(int64_t h, bool vector) {
-    return pick(AERIE_INPUT_BACKWARD, vector && h <= 4096 ? 1 : 0, [&](int variant) { return variant == 0 || (vector && h <= 4096); });
+// Both sides of a row in a block, where the rows pay for what that costs once: 4,096 of them did not on an H200, 8,192 did.
+constexpr int64_t WHOLE_ROWS = 6144;
+
+int pick_backward(int64_t n, int64_t h, bool vector) {
+    return pick(AERIE_INPUT_BACKWARD, vector && h <= 4096 && n >= WHOLE_ROWS ? 1 : 0, [&](int variant) { return variant == 0 || (vector && h <= 4096); });
 }
 
 int prepare_drafter_input() {
@@ -482,15 +487,17 @@ extern "C" int aerie_drafter_input(const void* ids, int ids64, const void* table
     return cudaGetLastError();
 }
 
-extern "C" int aerie_backward_blocks(int64_t h) {
+extern "C" int aerie_backward_blocks(int64_t n, int64_t h) {
     int device = 0, shared = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
-    const aerie::Plan plan = aerie::plan_of(h, aerie::pick_backward(h, true));
-    if (!plan.kernel) return aerie::multiprocessors();
-    const int fit = shared / (plan.bytes * aerie::groups_of(plan) + 2048), per_sm = fit < plan.per_sm ? fit : plan.per_sm;
-    const int blocks = aerie::multiprocessors() * per_sm / plan.kinds;
-    return blocks > 0 ? blocks : 1;
+    const aerie::Plan plan = aerie::plan_of(h, aerie::pick_backward(n, h, true));
+    int64_t blocks = aerie::multiprocessors();
+    if (plan.kernel) {
+        const int fit = shared / (plan.bytes * aerie::groups_of(plan) + 2048);
+        blocks = blocks * std::min(fit, plan.per_sm) / plan.kinds;
+    }
+    return (int)std::max<int64_t>(1, std::min(blocks, n));
 }
 
 extern "C" int aerie_drafter_input_backward(const void* grad, int64_t grad_stride, const void* ids, int ids64, const void* table, int64_t table_stride,
@@ -505,7 +512,7 @@ extern "C" int aerie_drafter_input_backward(const void* grad, int64_t grad_strid
                     weights32 != 0, n, (int)h, eps, vector};
     const auto* g = (const __nv_bfloat16*)grad;
     auto *rows = (__nv_bfloat16*)d_rows, *d = (__nv_bfloat16*)d_state;
-    const int variant = pick_backward(h, vector);
+    const int variant = pick_backward(n, h, vector);
     if (variant < 0) return cudaErrorInvalidValue;
     const Plan plan = vector ? plan_of(h, variant) : Plan{};
     int code;

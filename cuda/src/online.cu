@@ -126,6 +126,7 @@ struct OnlineVariant {
 // by number: threads a row, loads of 16 bytes in flight a thread; the second takes a row of up to ONE_TURN columns at once
 const OnlineVariant ONLINE[] = {{online_update<128, 4>, 128}, {online_update<256, 8, true>, 256}};
 constexpr int ONE_TURN = 256 * 8 * 8;
+constexpr int64_t FEW_ROWS = 6144;  // on an H200 the second is 4% faster at 4,096 rows, 1% slower at 8,192 and 5% slower above
 
 int prepare_online() {
     cudaFuncAttributes info;
@@ -140,7 +141,8 @@ extern "C" int aerie_online_update(const void* chunk, int64_t stride, int64_t n,
                                    int64_t* argmax, cudaStream_t stream) {
     if (n == 0 || c == 0) return 0;
     if (n > INT32_MAX || c > INT32_MAX - 8192) return cudaErrorInvalidValue;
-    const auto& kernel = aerie::ONLINE[aerie::pick(AERIE_ONLINE, c <= aerie::ONE_TURN ? 1 : 0, [](int) { return true; })];
+    const int best = c <= aerie::ONE_TURN && n <= aerie::FEW_ROWS ? 1 : 0;
+    const auto& kernel = aerie::ONLINE[aerie::pick(AERIE_ONLINE, best, [](int) { return true; })];
     kernel.launch<<<(unsigned)n, kernel.threads, 0, stream>>>((const __nv_bfloat16*)chunk, stride, (int)c, start, running_max, running_sum, argmax);
     return cudaGetLastError();
 }
