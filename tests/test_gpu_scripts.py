@@ -82,7 +82,7 @@ def test_capture_parts_run_in_order_with_one_server_ahead(tmp_path: Path, gpu_pa
         return {"ratio": 0.9, "capture_tok_s": 90.0, "plain_tok_s": 100.0, "counters": {"dropped": 0}}
 
     monkeypatch.setattr(module.capture_bench, "measure", measure)
-    monkeypatch.setattr(module.capture_bench, "run_round", lambda *words: SimpleNamespace(steady_tok_s=120.0, problems=[]))
+    monkeypatch.setattr(module.capture_bench, "plain_rate", lambda *words: {"plain_tok_s": 120.0, "blocks_tok_s": [], "failed_requests": 0})
     targets = SimpleNamespace(work=tmp_path, folder=lambda name: tmp_path, reference=lambda name: [1], prompts=[])
     parts = gpu_parts.Parts(tmp_path / "r.json", 100.0)
     run = module.Run(parts, targets, tmp_path, keys)

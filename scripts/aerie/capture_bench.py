@@ -1,58 +1,58 @@
-"""What capture costs: prefill throughput of the extraction server against the same server without capture, same prompts, same concurrency."""
+"""What capture costs: prefill throughput of the extraction server with our names over the same without them, or over a server with capture off; same prompts, same concurrency.
+
+The machine's own rate wanders: on a virtual machine with an H200 the one core that launches the forwards ran at 1 and at 1/1.8 of its speed in turns of 0.1
+to 3 s. So requests never cease (capture_loop.py), and short blocks of them without and with capture take turns, strictly: each has one of the other kind
+right before it and right behind it. Simulated with the batch times of that day, a capture that costs 5% and 60 s of measuring, 95% of the ratios lie within
+0.086 of the truth for pairs of rounds of 2.5 s, and for blocks that leave out their first quarter within 0.069 (1 s), 0.034 (0.5 s), 0.030 (0.4 s), 0.028
+(0.3 s); in the order ABBA, which changes half as often, 0.057 (0.5 s). The first quarter is left out because files of the block before are still written
+then: a cost that comes 0.1 s late would read 0.978 in place of 0.95 in blocks of 0.4 s. What a writing process costs that cannot keep up shows in no short
+block: `held_back` and `dump_lag_s` of the report say whether it does, also for the warm-up's blocks of LONG_S.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import statistics
-import threading
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 import numpy as np
 
 from . import dumps
+from .capture_loop import END, TOO_MANY, Block, Loop
 from .config import Config
 from .errors import UserError
-from .generate_client import Client
 from .identity import read_model_config, text_config
 from .paths import RunPaths
-from .processor_time import processor_time
-from .rid import new_rid, sample_id
-from .servers import CAPTURE_OFF, Server, dump_dir
+from .servers import CAPTURE_OFF, Server, dump_dir, option_number, server_args
 
-WARM_ROUNDS, WARM_AGREE = 8, 0.04  # on an H200 rounds of 7 s went from 157,000 to 196,000 tok/s in the first three and then stayed within 6%
+BLOCK_S, LONG_S = 0.4, 1.5  # seconds of a block, and of one in the warm-up
+WIDTH = 0.03  # of the interval: so narrow is enough
+MIN_BATCHES = 8  # of the server in a block: fewer, and what two blocks share counts for too much
+GROUP = 4  # pairs of blocks that are drawn together for the interval
+LEAST_PAIRS = 4
 
 
-@dataclass
-class Round:
-    """One pass over the prompts.
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What is asked of the server, and for how long.
 
-    steady_tok_s: tokens a second from the first answer until fewer requests than wanted are under way, so neither the way in nor the wait for the last ones counts: a long
-    run has one of each, rounds of seconds have many. A round with too few prompts for that has its plain rate there.
+    seconds: measured at least, warm-up not counted. limit_s: no further pair of blocks begins so long after the beginning of it all; until then it goes on while the interval
+    of the ratio is wider than `width` (0: it does not).
     """
 
-    capture: bool
-    tokens: int
-    seconds: float
-    steady_tok_s: float
-    cpu: dict[str, float]  # processor time, see processor_time.py: on a machine with other work a steadier measure than the clock
-    problems: list[str] = field(default_factory=list)
+    prompts: Sequence[np.ndarray]
+    concurrency: int
+    seconds: float = 45.0
+    limit_s: float = math.inf
+    block_s: float = BLOCK_S
+    width: float = WIDTH
 
     @property
-    def tok_s(self) -> float:
-        return self.tokens / self.seconds
-
-    def line(self) -> str:
-        """For a log."""
-        cpu = self.cpu
-        return (
-            f"  {'with' if self.capture else 'without'} capture: {self.steady_tok_s:.0f} tok/s ({self.tok_s:.0f} with both ends), forward thread {cpu['forward']:.2f} s of {self.seconds:.2f}, "
-            f"server {cpu['server']:.2f}, its writing {cpu['writer']:.2f}, client {cpu['client']:.2f}, machine {cpu['machine']:.2f}"
-        )
+    def mean_tokens(self) -> float:
+        return sum(map(len, self.prompts)) / len(self.prompts)
 
 
 def plain_config(config: Config) -> Config:
@@ -74,55 +74,6 @@ def make_prompts(config: Config, count: int, tokens: int) -> list[np.ndarray]:
     return [generator.integers(0, vocab, int(length)).astype(np.int32) for length in lengths]
 
 
-def run_round(server: Server, prompts: Sequence[np.ndarray], concurrency: int, folder: Path | None, timeout_s: float = 300.0) -> Round:
-    """Send every prompt once, `concurrency` at a time, one token each; with `folder` under our names, each dump waited for and deleted."""
-    places, lock, problems = iter(range(len(prompts))), threading.Lock(), []
-    ends: list[tuple[float, int]] = []  # when a request was over, its tokens
-
-    def work() -> None:
-        client = Client(server.url, timeout_s)
-        while True:
-            with lock:
-                place = next(places, None)
-            if place is None:
-                client.close()
-                return
-            ids = prompts[place]
-            rid = str(new_rid("bench", sample_id(ids, np.zeros(len(ids), np.uint8)), len(ids)))
-            body = {"rid": rid if folder else f"plain-{rid[-20:]}", "input_ids": ids.tolist(), "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
-            try:
-                status, data = client.request("POST", "/generate", body)
-                if status != 200:
-                    raise UserError(f"status {status}: {data[:200]!r}")
-                if folder:
-                    dumps.wait_dump(folder, rid, 60)
-                    dumps.remove_dump(folder, rid)
-            except Exception as exc:
-                problems.append(f"{len(ids)} tokens: {exc}")
-            ends.append((time.perf_counter(), len(ids)))
-
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(concurrency)]
-    cpu, begin = processor_time(server.record["pid"]), time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    seconds, after = time.perf_counter() - begin, processor_time(server.record["pid"])
-    tokens = sum(map(len, prompts))
-    return Round(folder is not None, tokens, seconds, steady_rate(ends, concurrency) or tokens / seconds, {name: after[name] - cpu[name] for name in cpu}, problems)
-
-
-def steady_rate(ends: list[tuple[float, int]], concurrency: int) -> float:
-    """Tokens a second between the first end of a request and the one with which the last prompt was sent: all the while `concurrency` requests were under way.
-
-    `ends`: (time in seconds, tokens). 0 where that is less than half of the requests.
-    """
-    inside = sorted(ends)[: len(ends) - concurrency]
-    if 2 * len(inside) < len(ends) or len(inside) < 2 or inside[-1][0] <= inside[0][0]:
-        return 0.0
-    return sum(tokens for _, tokens in inside[1:]) / (inside[-1][0] - inside[0][0])
-
-
 def counters(folder: Path) -> dict[str, float]:
     """The server's counters, added over its data-parallel ranks, at most two seconds old."""
     total: dict[str, float] = {}
@@ -132,111 +83,168 @@ def counters(folder: Path) -> dict[str, float]:
     return total
 
 
-def median_interval(values: Sequence[float], chance: float = 0.95) -> tuple[float, float]:
-    """Where the median lies of what `values` are drawn from, with at least this chance, whatever its distribution: two order statistics. Below six values: the extremes."""
-    ordered, count = sorted(values), len(values)
-    place, tail = 0, 1 / 2**count  # tail: the chance that at most `place` of the values lie below that median
-    while tail <= (1 - chance) / 2:
-        place += 1
-        tail += math.comb(count, place) / 2**count
-    place = max(place - 1, 0)
-    return ordered[place], ordered[-1 - place]
+def split(blocks: Sequence[Block]) -> tuple[list[Block], list[Block]]:
+    """Without capture, with it."""
+    plain, capture = ([block for block in blocks if block.capture is wanted] for wanted in (False, True))
+    return plain, capture
 
 
-def summary(rounds: list[Round], before: dict[str, float], after: dict[str, float], warm: Sequence[Round] = ()) -> dict[str, Any]:
-    """The report's numbers. The counters `before` and `after` cover the warm-up rounds `warm` too.
+def ratio(blocks: Sequence[Block]) -> float:
+    """Tokens a second with capture over those without it, of all these blocks together."""
+    plain, capture = split(blocks)
+    rates = [sum(block.tokens for block in part) / sum(block.seconds for block in part) for part in (plain, capture)]
+    return rates[1] / rates[0]
 
-    `ratio`: each round with capture over the round without it that ran beside it in time (steady_tok_s of both), the median of these; `ratio_low` to `ratio_high` is where the
-    median lies with a chance of 95%. A machine's rate wanders by a quarter within minutes, and now and then a round stands still for half a second: two neighbours share the
-    first, and a median leaves out the second. The estimators that do not pair stand beside it: `ratio_of_medians`, `ratio_by_all_seconds` (both ends of each round counted too).
-    `forward_ratio`: the forward threads' processor time a token, without over with, by the same pairs; `cpu_ratio`: the whole server's, its writing process included.
+
+def neighbour_ratios(blocks: Sequence[Block]) -> np.ndarray:
+    """Of each block but the first and the last: its rate against the geometric mean of the two beside it, as with over without capture. [blocks - 2] float64"""
+    rates = np.log([block.tok_s for block in blocks])
+    sign = np.where([block.capture for block in blocks], 1, -1)
+    return np.exp((rates[1:-1] - (rates[:-2] + rates[2:]) / 2) * sign[1:-1])
+
+
+def intervals(blocks: Sequence[Block], draws: int = 2000) -> dict[str, tuple[float, float]]:
+    """Where `ratio` and `ratio_of_neighbours` lie with a chance of 95%: runs of neighbouring blocks drawn at random, with a fixed seed, as many as there are.
+
+    Runs of GROUP pairs: a block that a change of the machine's rate spoils is counted against both neighbours, so single pairs would make the interval wider
+    than it is. Where there are few pairs they are drawn one by one.
     """
-    plain, capture = ([one for one in rounds if one.capture is wanted] for wanted in (False, True))
-    pairs = list(zip(plain, capture))
-    ratios = [mine.steady_tok_s / other.steady_tok_s for other, mine in pairs]
-    rates = [statistics.median(one.steady_tok_s for one in part) for part in (plain, capture)]
+    size = 2 * GROUP if len(blocks) >= 16 * GROUP else 2
+    starts = range(0, len(blocks), size)
+    groups = [blocks[start : start + size] for start in starts]
+    totals = np.array([[sum(getattr(block, name) for block in part) for part in split(group) for name in ("tokens", "seconds")] for group in groups], float)  # [groups, 4]
+    drawn = np.random.default_rng(0).integers(0, len(groups), (draws, len(groups)))
+    sums = totals[drawn].sum(1)
+    near = neighbour_ratios(blocks)
+    parts = [near[max(start - 1, 0) : start + size - 1] for start in starts]
+    medians = [np.median(np.concatenate([parts[place] for place in places])) for places in drawn]
+    found = {"ratio": sums[:, 2] / sums[:, 3] / (sums[:, 0] / sums[:, 1]), "ratio_of_neighbours": medians}
+    return {name: (float(np.quantile(values, 0.025)), float(np.quantile(values, 0.975))) for name, values in found.items()}
+
+
+def summary(blocks: Sequence[Block], before: dict[str, float], after: dict[str, float], counted: Sequence[Block] = ()) -> dict[str, Any]:
+    """The report's numbers. `blocks` take turns, the first one without capture; the counters `before` and `after` cover the blocks `counted`.
+
+    `ratio`: all tokens a second with capture over all tokens a second without it, which is what an extraction gets; `ratio_low` to `ratio_high` is where it
+    lies with a chance of 95%.
+    `ratio_of_neighbours` (and its interval): the median over blocks, each against the two beside it. A change of the machine's rate in the middle of a block,
+    a batch that stands still for half a second, do not move it: several times narrower where the machine has two speeds; but neither does what capture does
+    seldom, and its interval held the truth in nine of ten simulations. `ratio_of_fastest`: of the fastest quarter of each kind.
+    `forward_ratio`: the forward threads' processor time a token, without over with; `cpu_ratio`: the whole server's, its writing process included.
+    """
+    plain, capture = split(blocks)
+    rates = [sum(block.tokens for block in part) / sum(block.seconds for block in part) for part in (plain, capture)]
+    near, between = neighbour_ratios(blocks), intervals(blocks)
+    fastest = [block for part in (plain, capture) for block in sorted(part, key=lambda block: -block.tok_s)[: max(len(part) // 4, 1)]]
     delta = {name: round(value - before.get(name, 0), 4) for name, value in after.items()}
-    wall, plain_wall = (sum(one.seconds for one in part) for part in (capture, plain))
-    counted = wall + sum(one.seconds for one in warm if one.capture)
-    low, high = median_interval(ratios)
+    wall = sum(block.whole_seconds for block in counted or blocks if block.capture)
     result = {
-        "ratio": statistics.median(ratios), "ratio_low": low, "ratio_high": high, "pairs": len(pairs), "ratio_of_medians": rates[1] / rates[0],
-        "ratio_by_all_seconds": sum(one.tokens for one in capture) / wall / (sum(one.tokens for one in plain) / plain_wall), "plain_tok_s": rates[0], "capture_tok_s": rates[1],
-        "forward_ratio": cpu_ratio(pairs, "forward"), "cpu_ratio": cpu_ratio(pairs, "server"), "pair_ratios": ratios,
-        "plain_rounds_tok_s": [one.steady_tok_s for one in plain], "capture_rounds_tok_s": [one.steady_tok_s for one in capture],
-        "plain_rounds_seconds": [one.seconds for one in plain], "capture_rounds_seconds": [one.seconds for one in capture],
-        "capture_seconds": wall, "plain_seconds": plain_wall, "counters": delta,
-        # copy_s: what the copies took on the device; were they not overlapped with prefill, rounds with capture would take at least that much longer
-        "copy_share_of_wall": delta.get("copy_s", 0.0) / counted, "seconds_longer_with_capture": wall - plain_wall,
-        "hook_share_of_wall": delta.get("hook_s", 0.0) / counted,
-        "problems": [problem for one in rounds for problem in one.problems][:20], "failed_requests": sum(len(one.problems) for one in rounds),
+        "ratio": ratio(blocks), "ratio_low": between["ratio"][0], "ratio_high": between["ratio"][1], "pairs": len(capture), "ratio_of_neighbours": float(np.median(near)),
+        "neighbours_low": between["ratio_of_neighbours"][0], "neighbours_high": between["ratio_of_neighbours"][1], "ratio_of_fastest": ratio(fastest),
+        "forward_ratio": cpu_ratio(plain, capture, "forward"), "cpu_ratio": cpu_ratio(plain, capture, "server"), "plain_tok_s": rates[0], "capture_tok_s": rates[1],
+        "measured_s": sum(block.whole_seconds for block in blocks), "left_out_s": statistics.median(block.whole_seconds - block.seconds for block in blocks), "counters": delta,
+        # copy_s: what the copies took on the device; were they not overlapped with prefill, blocks with capture would take at least that much longer
+        "copy_share_of_wall": delta.get("copy_s", 0.0) / wall, "hook_share_of_wall": delta.get("hook_s", 0.0) / wall, "longer_with_capture": rates[0] / rates[1] - 1,
     }  # fmt: skip
     for word, part in (("plain", plain), ("capture", capture)):  # who ran meanwhile: cores busy, and microseconds of the forward thread a token
-        seconds = sum(one.seconds for one in part)
-        result[f"{word}_cores"] = {name: sum(one.cpu[name] for one in part) / seconds for name in part[0].cpu}
-        result[f"{word}_rounds_forward_us_a_token"] = [one.cpu["forward"] / one.tokens * 1e6 for one in part]
+        seconds = sum(block.seconds for block in part)
+        result[f"{word}_cores"] = {name: sum(block.cpu(name) for block in part) / seconds for name in part[0].marks[END].cpu}
+        result[f"{word}_blocks_tok_s"] = [round(block.tok_s, 1) for block in part]
+        result[f"{word}_blocks_seconds"] = [round(block.seconds, 4) for block in part]
+        result[f"{word}_blocks_forward_us_a_token"] = [round(block.cpu("forward") / block.tokens * 1e6, 4) for block in part]
     return result
 
 
-def cpu_ratio(pairs: list[tuple[Round, Round]], name: str) -> float | None:
-    """Processor time a token without capture over that with it, the median over (without, with); None where there is none to compare."""
-    ratios = [other.cpu[name] / other.tokens / (mine.cpu[name] / mine.tokens) for other, mine in pairs if mine.cpu[name] > 0]
-    return statistics.median(ratios) if ratios else None
+def cpu_ratio(plain: Sequence[Block], capture: Sequence[Block], name: str) -> float | None:
+    """Processor time a token without capture over that with it; None where there is none to compare."""
+    spent = [sum(block.cpu(name) for block in part) / sum(block.tokens for block in part) for part in (plain, capture)]
+    return spent[0] / spent[1] if spent[1] > 0 else None
 
 
-def warm_up(run: Callable[[bool], Round], kinds: Sequence[bool], say: Callable[[str], Any], end: float = math.inf) -> list[Round]:
-    """Rounds of these kinds in turn, until of each the last two are no further apart than WARM_AGREE; after WARM_ROUNDS of each, or at the time `end`, they are left as they are."""
-    rounds: list[Round] = []
-    for index in range(WARM_ROUNDS):
-        rounds += [run(kind) for kind in kinds]
-        last = [one.steady_tok_s for one in rounds[-2 * len(kinds) :]]
-        if index and all(abs(now / then - 1) <= WARM_AGREE for then, now in zip(last, last[len(kinds) :])) or time.monotonic() > end:
-            break
-    say(f"  warm-up, {index + 1} rounds of each kind: {', '.join(f'{one.steady_tok_s:.0f}' for one in rounds)} tok/s")
-    return rounds
+def measure(config: Config, plain: Server, capture: Server, load: Load, say: Callable[[str], Any] = print) -> dict[str, Any]:
+    """The report's numbers (see summary()). `plain` is the server without capture, or `capture` itself, asked without our names. Both are alive.
 
-
-def measure(
-    config: Config, plain: Server, capture: Server, prompts: Sequence[np.ndarray], concurrency: int, repeats: int, round_s: float = 3.0, limit_s: float = math.inf, say: Any = print
-) -> dict[str, Any]:
-    """Both servers alive: `repeats` pairs of rounds take turns (plain, capture, capture, plain, ...), after rounds that warm up and do not count.
-
-    The prompts are sent again until a round lasts about `round_s` seconds. Rounds are short and many because the machine's own rate wanders: what is near in time is
-    alike. After `limit_s` seconds no further pair begins, but one is always measured.
+    Raises UserError when too many requests fail to say anything.
     """
     begin, folder = time.monotonic(), dump_dir(config)
+    chunk = option_number(server_args(config, "extraction"), "chunked-prefill-size", default=16384, least=-1)
+    batch = min(load.concurrency, math.ceil(chunk / load.mean_tokens)) if chunk > 0 else load.concurrency  # requests
+    overlap = 2 * (batch if plain is capture else load.concurrency)  # two servers work side by side until the first has answered what it has
 
-    def run(kind: bool) -> Round:
-        return run_round(capture if kind else plain, prompts, concurrency, folder if kind else None)
+    def loop() -> Loop:
+        return Loop(plain, capture, load.prompts, load.concurrency, folder)
 
-    for kind in (False, True, True):  # kernels are compiled in the first ones
-        first = run(kind)
-    prompts = list(itertools.islice(itertools.cycle(prompts), max(len(prompts), math.ceil(len(prompts) * round_s / first.seconds))))
+    first = timed(loop(), iter([Block(kind, range(len(load.prompts))) for kind in (False, True, True)]))  # kernels are compiled in the first ones
+    rate = len(first[-1].prompts) / first[-1].whole_seconds  # requests a second
     time.sleep(2.5)  # the counters' file follows within two seconds
-    before, rounds = counters(folder), []
-    warm = warm_up(run, (False, True), say, begin + limit_s / 2)
-    for index in range(repeats):
-        for kind in (False, True) if index % 2 == 0 else (True, False):
-            rounds.append(run(kind))
-            say(rounds[-1].line())
-        if time.monotonic() > begin + limit_s:
-            break
+    before, warm_loop = counters(folder), loop()
+    warm = timed(warm_loop, (Block(kind, some_prompts(load, 0, math.ceil(LONG_S * rate), overlap), overlap) for kind in (False, True, True, False)))
+    rate = statistics.median(len(block.prompts) / block.whole_seconds for block in warm)
+    say(f"  warm-up: {', '.join(f'{block.tok_s:.0f}' for block in warm)} tok/s")
+    count = max(math.ceil(load.block_s * rate), MIN_BATCHES * batch, 3 * overlap)
+    guard = max(count // 4, overlap)
+    work, started = loop(), time.monotonic()
+
+    def plan() -> Iterator[Block]:
+        pair, said = 0, started
+        while True:
+            prompts = some_prompts(load, pair, count, guard)
+            yield from (Block(kind, prompts, guard) for kind in (False, True))
+            pair += 1  # the first one is not counted: the way in
+            done, now = [block for block in work.blocks[2:] if block.ended], time.monotonic()
+            if pair <= LEAST_PAIRS or len(done) < 4 or now - begin <= load.limit_s and now - started < load.seconds:
+                continue
+            low, high = intervals(done, 300)["ratio"]
+            if now - said > 10:
+                said = now
+                say(f"  after {now - started:.0f} s: ratio {ratio(done):.3f}, {low:.3f} to {high:.3f}")
+            if now - begin > load.limit_s or load.width <= 0 or high - low <= load.width:
+                break
+        yield Block(False, some_prompts(load, 0, load.concurrency, 0))  # so that the last block ends like the others
+
+    blocks = timed(work, plan())
     time.sleep(2.5)
-    return summary(rounds, before, counters(folder), warm)
+    return summary(blocks[2 : 2 * ((len(blocks) - 1) // 2)], before, counters(folder), [*warm, *blocks]) | {
+        "requests_a_block": count, "left_out_requests": guard, "out_of_order": work.strangers, "held_back": work.held_back, "long_blocks_held_back": warm_loop.held_back,
+        **lags("dump_lag", work.lags), **lags("long_blocks_dump_lag", warm_loop.lags), "failed_requests": len(work.problems) + len(warm_loop.problems),
+        "problems": [*warm_loop.problems, *work.problems],
+    }  # fmt: skip
 
 
-def measure_one_by_one(config: Config, prompts: Sequence[np.ndarray], concurrency: int, repeats: int, say: Any = print) -> dict[str, Any]:
-    """For targets of which only one fits: all rounds without capture, then all with it (so its pairs are no neighbours)."""
-    folder, rounds, before = dump_dir(config), [], {}
-    for kind in (False, True):
-        with start(config, kind) as server:
-            server.wait_ready()
-            warm_up(lambda kind: run_round(server, prompts, concurrency, folder if kind else None), (kind,), say)
-            time.sleep(2.5)
-            before = counters(folder) if kind else {}
-            for _ in range(repeats):
-                rounds.append(run_round(server, prompts, concurrency, folder if kind else None))
-                say(rounds[-1].line())
-            time.sleep(2.5)
-            after = counters(folder) if kind else {}
-    return summary(rounds, before, after)
+def some_prompts(load: Load, pair: int, count: int, guard: int) -> list[int]:
+    """The places of a block's prompts, more of them than `guard`; the two of a pair send the same ones."""
+    count = max(count, guard + 1)
+    return [(pair * count + place) % len(load.prompts) for place in range(count)]
+
+
+def timed(work: Loop, blocks: Iterator[Block]) -> list[Block]:
+    """Run a loop. Raises UserError when most of its requests fail, or so many that it gave up."""
+    found = work.run(blocks)
+    if len(work.problems) >= TOO_MANY or 2 * len(work.problems) >= work.ended:
+        server = work.servers[True]
+        raise UserError(f"{len(work.problems)} of {work.ended} requests to {server.url} failed, the first: {work.problems[0]} (see {server.log})")
+    return found
+
+
+def lags(name: str, values: Sequence[float]) -> dict[str, float]:
+    """From an answer to its dump: median and 95% quantile, seconds."""
+    return {f"{name}_s": float(np.median(values)), f"{name}_q95_s": float(np.quantile(values, 0.95))} if values else {}
+
+
+def plain_rate(server: Server, load: Load) -> dict[str, Any]:
+    """Prefill throughput without our names, of one server alone: for `load.seconds` after all prompts went once."""
+    work = Loop(server, server, load.prompts, load.concurrency, Path("/nowhere"))
+    everything = range(len(load.prompts))
+
+    def plan() -> Iterator[Block]:
+        yield Block(False, everything)
+        begin = time.monotonic()
+        while True:
+            yield Block(False, everything, min(load.concurrency, len(everything) // 2))
+            if time.monotonic() - begin > load.seconds:
+                break
+        yield Block(False, some_prompts(load, 0, load.concurrency, 0))
+
+    blocks = timed(work, plan())[1:-1]
+    rate = sum(block.tokens for block in blocks) / sum(block.seconds for block in blocks)
+    return {"plain_tok_s": rate, "blocks_tok_s": [block.tok_s for block in blocks], "failed_requests": len(work.problems)}

@@ -28,7 +28,7 @@ from .target import problem_with
 
 MODES = ("extraction", "serving", "baseline", "oracle")  # capture on / target + drafter / target alone / SGLang's own aux states in the answer (see prove.py)
 OPS_LIBRARY = ROOT / "cuda" / "build" / "libaerie_drafter.so"
-CAPTURE_OFF = {"SGLANG_HS_DUMP_DIR": ""}  # an extraction server with capture off: what bench_capture.py compares with
+CAPTURE_OFF = {"SGLANG_HS_DUMP_DIR": ""}  # an extraction server with capture off: what `bench_capture.py --plain-server` compares with
 PORT_KEYS = {"extraction": "server.port", "serving": "serve.port", "baseline": "bench.baseline_port", "oracle": "bench.baseline_port"}
 
 SMI_PATIENCE_S = 60.0

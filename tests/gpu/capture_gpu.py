@@ -9,7 +9,8 @@ Targets: random weights in the shape of SmolLM2-135M (or --model, for example th
 A part is one server. capture, fp8: prefill rate with our names against the same server without them (`ratio`, see capture_bench.summary()), and states against transformers and
 `final` against the server's own choices; for fp8 the states come first. plain: the same prompts on a server with capture off; `ratio` there is capture's rate over this one's. The
 first two servers start together (over a minute; on a fresh machine, where kernels are compiled, over two); rates are measured while no server starts or works; while states are
-checked the next one starts. `--parts smollm2-capture deepseek-capture deepseek-fp8` takes at most seven minutes: a rate takes up to a minute and a half, the last one what is left.
+checked the next one starts. `--parts deepseek-capture smollm2-capture deepseek-fp8` takes at most seven minutes: a rate takes a minute and a quarter when its interval is narrow enough by
+then, else a minute and a half; the last one what is left.
 Without a GPU: the same motions on a tiny model, one server at a time (its numbers then mean nothing).
 """
 
@@ -17,9 +18,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -53,11 +54,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 LAYER_IDS = {"smollm2": [1, 14, 26], "deepseek": [2, 4, 6]}
 LENGTHS, VOCAB = (2, 77, 512, 1500, 7000), 30000
-LOADS = {"smollm2": (512, 1024, 64), "deepseek": (384, 1024, 64)}  # prompts a round, mean tokens, in flight
-REPEATS, ROUND_S = 14, 2.5
-COST_S, END_S = 80.0, 14.0  # no further pair of rounds begins after so long, nor so short a time before the end; END_S is for that pair, the counters and the server's end
+LOADS = {"smollm2": (512, 1024, 64), "deepseek": (384, 1024, 64)}  # prompts, mean tokens, in flight
+MEASURE_S, PLAIN_S = 45.0, 20.0  # a rate is measured for so long at least; that of a server with capture off
+COST_S, END_S = 95.0, 14.0  # no further pair of blocks begins after so long, nor so short a time before the end; END_S is for that pair, the counters and the server's end
 # Everything in flight fits: 128 requests of 1,024 tokens on the mean, or three of each length, at 16 KB a token are 2.1 GB. Nothing may be dropped.
-BUDGET_MB = 4096
+BUDGET_MB, WIDTH = 4096, capture_bench.WIDTH
 # What decides comes first: no part begins once the time is over
 PARTS = [("smollm2", "capture"), ("deepseek", "capture"), ("deepseek", "fp8"), ("smollm2", "plain"), ("deepseek", "plain"), ("smollm2", "fp8")]
 # Options of a GPU server without FlashAttention's binaries; no decode graphs: nothing here decodes
@@ -69,7 +70,7 @@ DEVICE = "cuda"
 if not torch.cuda.is_available():
     DEVICE, LENGTHS, VOCAB, SHAPES = "cpu", (2, 77, 300), 320, {"deepseek": CONFIGS["deepseek_v3"]}
     LAYER_IDS, ARGS, LOADS = {"deepseek": [2, 3, 5]}, {"chunked-prefill-size": 256, "skip-tokenizer-init": True}, dict.fromkeys(SHAPES, (12, 64, 4))
-    BUDGET_MB, REPEATS, ROUND_S, PARTS = 64, 1, 0.0, [("deepseek", kind) for kind in ("capture", "fp8", "plain")]
+    BUDGET_MB, MEASURE_S, PLAIN_S, WIDTH, PARTS = 64, 0.0, 0.0, 0.0, [("deepseek", kind) for kind in ("capture", "fp8", "plain")]
 
 
 def make_model(name: str, folder: Path) -> Path:
@@ -102,6 +103,12 @@ def config_of(work: Path, name: str, model: Path, kind: str) -> Config:
     extract = {"dtype": "fp8" if kind == "fp8" else "model"}
     path = write_config(work / f"{run}.toml", model, LAYER_IDS[name], target={"dtype": "bfloat16"}, extract=extract, server=server, bench={"baseline_port": free_port()})
     return load_config(str(path), run)
+
+
+def load_of(config: Config, name: str, seconds: float, limit_s: float = math.inf) -> capture_bench.Load:
+    """What LOADS says is asked of this target's server."""
+    requests, tokens, concurrency = LOADS[name]
+    return capture_bench.Load(capture_bench.make_prompts(config, requests, tokens), concurrency, seconds, limit_s, width=WIDTH)
 
 
 def reference(model_folder: Path, prompts: list[list[int]], dtype: torch.dtype) -> list[list[torch.Tensor]]:
@@ -231,11 +238,10 @@ class Run:
             shutil.rmtree(dump_dir(self.configs[key]), ignore_errors=True)
 
     def cost(self, key: tuple[str, str]) -> dict[str, Any]:
-        """The same server with our names and without: nothing else differs between the rounds."""
-        requests, tokens, concurrency = LOADS[key[0]]
+        """The same server with our names and without: nothing else differs between the blocks."""
         config, server = self.configs[key], self.servers[key]
         limit = min(COST_S, self.parts.seconds - self.parts.elapsed - END_S)
-        found = capture_bench.measure(config, server, server, capture_bench.make_prompts(config, requests, tokens), concurrency, REPEATS, ROUND_S, limit)
+        found = capture_bench.measure(config, server, server, load_of(config, key[0], MEASURE_S, limit))
         found |= {"dropped": int(found["counters"].get("dropped", 0)), "errors": int(found["counters"].get("errors", 0)), "dump_dir": str(dump_dir(config))}
         self.costs[key] = found
         return found
@@ -248,13 +254,10 @@ class Run:
         return {"checked_dumps": len(client.capture_together(prompts)), "checked_rows": sum(map(len, prompts))}
 
     def plain_cost(self, key: tuple[str, str]) -> dict[str, Any]:
-        """The capture part's prompts on a server with capture off, against that part's rounds."""
-        requests, tokens, concurrency = LOADS[key[0]]
-        prompts = capture_bench.make_prompts(self.configs[key], requests, tokens)
-        rounds = [capture_bench.run_round(self.servers[key], prompts, concurrency, None) for _ in range(REPEATS + 2)][1:]
-        rate = statistics.median(one.steady_tok_s for one in rounds)
-        failed = sum(len(one.problems) for one in rounds)
-        result: dict[str, Any] = {"plain_server_tok_s": rate, "rounds_tok_s": [one.steady_tok_s for one in rounds], "failed_requests": failed}
+        """The capture part's prompts on a server with capture off, against that part's rates."""
+        found = capture_bench.plain_rate(self.servers[key], load_of(self.configs[key], key[0], PLAIN_S))
+        rate = found["plain_tok_s"]
+        result: dict[str, Any] = {"plain_server_tok_s": rate, "blocks_tok_s": found["blocks_tok_s"], "failed_requests": found["failed_requests"]}
         with_capture = self.costs.get((key[0], "capture"))
         if with_capture:
             result |= {"ratio": with_capture["capture_tok_s"] / rate, "ratio_without_names": with_capture["plain_tok_s"] / rate}
@@ -317,7 +320,10 @@ def main() -> None:
     try:
         Run(parts, Targets(args.work, args.model), args.out, [PARTS[names.index(name)] for name in args.parts]).all()
     finally:
-        rates = ("ratio", "ratio_low", "ratio_high", "pairs", "ratio_of_medians", "ratio_by_all_seconds", "forward_ratio", "cpu_ratio", "ratio_without_names", "plain_tok_s", "capture_tok_s", "plain_server_tok_s", "hook_share_of_wall", "seconds_longer_with_capture")
+        rates = (
+            "ratio", "ratio_low", "ratio_high", "pairs", "ratio_of_neighbours", "neighbours_low", "neighbours_high", "ratio_of_fastest", "forward_ratio", "cpu_ratio", "ratio_without_names",
+            "plain_tok_s", "capture_tok_s", "plain_server_tok_s", "hook_share_of_wall", "dump_lag_q95_s", "left_out_s", "held_back",
+        )  # fmt: skip
         parts.summary((*rates, "right", "final_share", "checked_dumps", "dropped", "failed_requests"))
 
 

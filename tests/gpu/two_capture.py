@@ -28,7 +28,7 @@ from aerie import capture_bench, dumps  # noqa: E402
 from aerie.config import Config, load_config  # noqa: E402
 from aerie.final_proof import THRESHOLD, FinalProof, logprob_request  # noqa: E402
 from aerie.servers import Server, dump_dir  # noqa: E402
-from capture_gpu import ARGS, BUDGET_MB, DEVICE, LAYER_IDS, LOADS, ROUND_S, Targets, check_states, row_errors  # noqa: E402
+from capture_gpu import ARGS, BUDGET_MB, DEVICE, LAYER_IDS, LOADS, PLAIN_S, Targets, check_states, load_of, row_errors  # noqa: E402
 from capture_reference import Client  # noqa: E402
 from cpu_tools import free_port, write_config  # noqa: E402
 from gpu_parts import Parts, begin  # noqa: E402
@@ -40,8 +40,7 @@ if DEVICE == "cuda":  # large prefill batches go through NCCL either way; FlashI
 KINDS: dict[str, tuple[dict[str, Any], list[int]]] = {  # options, GPUs
     "tp1": ({}, [1]), "tp2": (TP2, [0, 1]), "plain": (TP2, [0, 1]), "dp": (TP2 | {"dp-size": 2, "enable-dp-attention": True}, [0, 1]),
 }  # fmt: skip
-REPEATS = 6 if DEVICE == "cuda" else 1
-COST_S = 50.0  # no further pair of rounds begins after that
+MEASURE_S, COST_S = 30.0 if DEVICE == "cuda" else 0.0, 55.0  # a rate is measured so long at least; no further pair of blocks begins after the other
 
 
 def config_of(work: Path, model: Path, kind: str) -> Config:
@@ -170,17 +169,14 @@ class Run:
     def cost(self) -> dict[str, Any]:
         """Prefill with our names and without, on the same server."""
         config, server = self.configs["tp2"], self.servers["tp2"]
-        requests, tokens, concurrency = LOADS[NAME]
-        return capture_bench.measure(config, server, server, capture_bench.make_prompts(config, requests, tokens), concurrency, REPEATS, ROUND_S, COST_S)
+        return capture_bench.measure(config, server, server, load_of(config, NAME, MEASURE_S, COST_S))
 
     def plain_cost(self) -> dict[str, Any]:
         """The same against a server with capture off, in turns where both live."""
         config, server = self.configs["tp2"], self.servers["plain"]
-        requests, tokens, concurrency = LOADS[NAME]
-        prompts = capture_bench.make_prompts(config, requests, tokens)
         if "tp2" in self.servers:
-            return capture_bench.measure(config, server, self.servers["tp2"], prompts, concurrency, REPEATS, ROUND_S, COST_S)
-        return {"plain_tok_s": capture_bench.run_round(server, prompts, concurrency, None).steady_tok_s}
+            return capture_bench.measure(config, server, self.servers["tp2"], load_of(config, NAME, MEASURE_S, COST_S))
+        return capture_bench.plain_rate(server, load_of(config, NAME, PLAIN_S))
 
     def proof(self) -> dict[str, Any]:
         """argmax(lm_head(final)) against the server's own choices, near ties counted as the product does."""
@@ -244,7 +240,7 @@ def main() -> None:
         Run(parts, targets, args.out, args.go).all()
     finally:
         parts.summary((
-            "ratio", "plain_tok_s", "capture_tok_s", "right", "within_rounding", "full_hidden_size", "writers", "silent_ranks", "final_share", "final_equal", "final_near_ties",
+            "ratio", "ratio_low", "ratio_high", "ratio_of_neighbours", "forward_ratio", "plain_tok_s", "capture_tok_s", "right", "within_rounding", "full_hidden_size", "writers", "silent_ranks", "final_share", "final_equal", "final_near_ties",
             "final_rows", "checked_dumps", "dumps_by_rank", "failed_requests", *(f"{name}_{kind}" for name in ("aux_0", "aux_1", "aux_2", "final") for kind in ("median", "q99")),
             *(f"transformers_{point}" for point in LAYER_IDS[NAME]),
         ))  # fmt: skip
