@@ -174,21 +174,24 @@ def measure(config: Config, plain: Server, capture: Server, load: Load, say: Cal
     def loop() -> Loop:
         return Loop(plain, capture, load.prompts, load.concurrency, folder)
 
+    def requests(seconds: float) -> int:
+        return max(math.ceil(seconds * rate), MIN_BATCHES * batch, 3 * overlap)
+
     first = timed(loop(), iter([Block(kind, range(len(load.prompts))) for kind in (False, True, True)]))  # kernels are compiled in the first ones
     rate = len(first[-1].prompts) / first[-1].whole_seconds  # requests a second
     time.sleep(2.5)  # the counters' file follows within two seconds
     before, warm_loop = counters(folder), loop()
-    warm = timed(warm_loop, (Block(kind, some_prompts(load, 0, math.ceil(LONG_S * rate), overlap), overlap) for kind in (False, True, True, False)))
+    warm = timed(warm_loop, (Block(kind, some_prompts(load, 0, requests(LONG_S)), overlap) for kind in (False, True, True, False)))
     rate = statistics.median(len(block.prompts) / block.whole_seconds for block in warm)
     say(f"  warm-up: {', '.join(f'{block.tok_s:.0f}' for block in warm)} tok/s")
-    count = max(math.ceil(load.block_s * rate), MIN_BATCHES * batch, 3 * overlap)
+    count = requests(load.block_s)
     guard = max(count // 4, overlap)
     work, started = loop(), time.monotonic()
 
     def plan() -> Iterator[Block]:
         pair, said = 0, started
         while True:
-            prompts = some_prompts(load, pair, count, guard)
+            prompts = some_prompts(load, pair, count)
             yield from (Block(kind, prompts, guard) for kind in (False, True))
             pair += 1  # the first one is not counted: the way in
             done, now = [block for block in work.blocks[2:] if block.ended], time.monotonic()
@@ -200,7 +203,7 @@ def measure(config: Config, plain: Server, capture: Server, load: Load, say: Cal
                 say(f"  after {now - started:.0f} s: ratio {ratio(done):.3f}, {low:.3f} to {high:.3f}")
             if now - begin > load.limit_s or load.width <= 0 or high - low <= load.width:
                 break
-        yield Block(False, some_prompts(load, 0, load.concurrency, 0))  # so that the last block ends like the others
+        yield Block(False, some_prompts(load, 0, load.concurrency))  # so that the last block ends like the others
 
     blocks = timed(work, plan())
     time.sleep(2.5)
@@ -211,9 +214,8 @@ def measure(config: Config, plain: Server, capture: Server, load: Load, say: Cal
     }  # fmt: skip
 
 
-def some_prompts(load: Load, pair: int, count: int, guard: int) -> list[int]:
-    """The places of a block's prompts, more of them than `guard`; the two of a pair send the same ones."""
-    count = max(count, guard + 1)
+def some_prompts(load: Load, pair: int, count: int) -> list[int]:
+    """The places of a block's prompts; the two of a pair send the same ones."""
     return [(pair * count + place) % len(load.prompts) for place in range(count)]
 
 
@@ -243,7 +245,7 @@ def plain_rate(server: Server, load: Load) -> dict[str, Any]:
             yield Block(False, everything, min(load.concurrency, len(everything) // 2))
             if time.monotonic() - begin > load.seconds:
                 break
-        yield Block(False, some_prompts(load, 0, load.concurrency, 0))
+        yield Block(False, some_prompts(load, 0, load.concurrency))
 
     blocks = timed(work, plan())[1:-1]
     rate = sum(block.tokens for block in blocks) / sum(block.seconds for block in blocks)
