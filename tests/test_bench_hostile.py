@@ -105,7 +105,9 @@ def test_servers_of_its_own_end_with_it(config: Config, sign: signal.Signals, tm
         f"servers.problem_with = lambda *_: ''; servers.command_line = lambda *_: ['sh', '-c', 'echo $$ > {started}; exec sleep 300']\n"
         "sys.argv = [sys.argv[1] + '/05_benchmark.py', *sys.argv[2:]]; runpy.run_path(sys.argv[0], run_name='__main__')"
     )
-    process = subprocess.Popen([sys.executable, "-c", code, str(SCRIPTS), "--config", str(config.path), "--run", config.run.name], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = [sys.executable, "-c", code, str(SCRIPTS), "--config", str(config.path), "--run", config.run.name]
+    usual = lambda: signal.signal(sign, signal.SIG_DFL)  # noqa: E731  these tests may run under nohup, whose children ignore SIGHUP
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=usual)
     deadline = time.monotonic() + 60
     while not (started.exists() and started.read_text().strip()):
         assert process.poll() is None and time.monotonic() < deadline, process.stdout.read() if process.poll() is not None else "no server after 60 s"
