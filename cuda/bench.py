@@ -191,12 +191,16 @@ class Bench:
         print(text, flush=True)
 
     def add_all(self, op: str, which: str, size: str, data_bytes: int, work: Work, before: Work | None = None) -> None:
-        """The usual kernel, and with --variants every one by number that takes this size, as `op (number)`."""
-        self.add(op, size, data_bytes, work, before)
+        """add(), with --variants by number too."""
+        self.by_number(op, which, lambda label: self.add(label, size, data_bytes, work, before))
+
+    def by_number(self, op: str, which: str, add: Callable[[str], None]) -> None:
+        """add(label) under the usual kernel, and with --variants under every one by number that takes this size, as `op (number)`."""
+        add(op)
         for number, name in enumerate(VARIANTS[which] if self.variants else []):
             try:
                 with chosen(which, number):
-                    self.add(f"{op} ({number}: {name})", size, data_bytes, work, before)
+                    add(f"{op} ({number}: {name})")
             except RuntimeError as exc:
                 if "invalid argument" not in str(exc):
                     raise
@@ -322,12 +326,9 @@ def decode_ops(bench: Bench, batches: list[int], vd: int, peers: bool) -> None:
         for dtype in (torch.bfloat16, torch.float32):
             logits = torch.randn(n, vd, device="cuda").to(dtype)
             for k in (1, 4, 8, 32):
-                name = f"3 draft_topk {str(dtype)[6:]}, k {k}"
-                bench.add_decode(name, f"[{n}, {vd}]", lambda: OPS.draft_topk(logits, d2t, k), floor)  # noqa: B023
+                work = lambda: OPS.draft_topk(logits, d2t, k)  # noqa: B023, E731
                 which = "topk" if k == 1 else "topk_ranked"
-                for number, variant in enumerate(VARIANTS[which] if bench.variants else []):
-                    with chosen(which, number):
-                        bench.add_decode(f"{name} ({number}: {variant})", f"[{n}, {vd}]", lambda: OPS.draft_topk(logits, d2t, k), floor)  # noqa: B023
+                bench.by_number(f"3 draft_topk {str(dtype)[6:]}, k {k}", which, lambda label: bench.add_decode(label, f"[{n}, {vd}]", work, floor))  # noqa: B023
         if peers:
             bench.add_decode("3 the largest alone, PyTorch", f"[{n}, {vd}]", lambda: logits.max(-1), floor)  # noqa: B023
 
@@ -342,10 +343,8 @@ def decode_ops(bench: Bench, batches: list[int], vd: int, peers: bool) -> None:
         lengths = torch.randint(1, 500, (n,), device="cuda")
         tree = ops.build_tree(parents, chosen_nodes, lengths, topk, steps)
         build = (parents, chosen_nodes, lengths, *tree, topk, steps)
-        bench.add_decode("4 build_tree, 32 nodes", f"[{n}]", lambda: ops.build_tree_into(*build), floor)  # noqa: B023
-        for number, variant in enumerate(VARIANTS["build_tree"] if bench.variants else []):
-            with chosen("build_tree", number):
-                bench.add_decode(f"4 build_tree, 32 nodes ({number}: {variant})", f"[{n}]", lambda: ops.build_tree_into(*build), floor)  # noqa: B023
+        work = lambda: ops.build_tree_into(*build)  # noqa: B023, E731
+        bench.by_number("4 build_tree, 32 nodes", "build_tree", lambda label: bench.add_decode(label, f"[{n}]", work, floor))  # noqa: B023
         tokens, target = (torch.randint(0, 3, (n, nodes), device="cuda") for _ in range(2))
         buffers = (torch.zeros(n * nodes, dtype=torch.int32, device="cuda"), torch.zeros(n, 6, dtype=torch.int32, device="cuda"), torch.zeros(n, dtype=torch.int32, device="cuda"))
         bench.add_decode("4 verify_tree_greedy, 32 nodes", f"[{n}]", lambda: ops.verify_tree_greedy_into(*buffers, tokens, *tree[2:], target), floor)  # noqa: B023

@@ -181,8 +181,8 @@ constexpr int GROUPS_HERE = MAX_GROUPS;
 __device__ __forceinline__ void sync_group(int group) { asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(GROUP) : "memory"); }
 
 template <int CH, int STAGES>
-__global__ void __launch_bounds__(GROUPS_HERE * GROUP, GROUPS_HERE == 1 ? 2 : 1) drafter_input_backward_whole(Inputs in, const __nv_bfloat16* grad, int64_t grad_stride, __nv_bfloat16* d_rows,
-                                                                                     __nv_bfloat16* d_state, float* sums) {
+__global__ void __launch_bounds__(GROUPS_HERE * GROUP, GROUPS_HERE == 1 ? 2 : 1) drafter_input_backward_whole(
+    Inputs in, const __nv_bfloat16* grad, int64_t grad_stride, __nv_bfloat16* d_rows, __nv_bfloat16* d_state, float* sums) {
     constexpr int WARPS = GROUP / 32, SIZE = STAGES * 4 * CH * GROUP;  // shared memory of a group
     static_assert(WARPS == 8);
     extern __shared__ uint4 buffer[];  // [groups][STAGES][embedding, its g, state, its g][CH * GROUP]

@@ -49,6 +49,37 @@ __device__ __forceinline__ Total together(float top, float sum) {
     return {all, warp_sum(sum * exp2_fast((top - all) * LOG2E))};
 }
 
+// The same of a block, from a value a warp in shared memory; all lanes of the asking warp get it.
+template <int WARPS>
+__device__ __forceinline__ Total block_total(const float* part_max, const float* part_sum, int lane) {
+    return together(lane < WARPS ? part_max[lane] : -BIG, lane < WARPS ? part_sum[lane] : 0.f);
+}
+
+// A row's columns: vectors of 16 bytes, and the few before and behind them.
+template <typename T>
+struct Columns {
+    static constexpr int EACH = 16 / sizeof(T);  // columns of a vector
+    const T* row;
+    int head, vectors, tail;  // columns before the vectors, vectors, the first column behind them
+    const uint4* body;
+};
+
+template <typename T>
+__device__ __forceinline__ Columns<T> columns_of(const T* row, int v) {
+    constexpr int EACH = Columns<T>::EACH;
+    const int head = min(v, (int)((16 - (uintptr_t)row % 16) % 16 / sizeof(T))), vectors = (v - head) / EACH;
+    return {row, head, vectors, head + vectors * EACH, reinterpret_cast<const uint4*>(row + head)};
+}
+
+// 16 columns of thread `where` of STEP, asked for at once; -inf where there are none.
+template <int STEP, typename T, int VECTORS>
+__device__ __forceinline__ void hold(uint4 (&held)[VECTORS], const Columns<T>& columns, int where) {
+    static_assert(VECTORS == sizeof(T));
+    constexpr uint32_t NONE = sizeof(T) == 2 ? NEG_INF2 : 0xFF800000u;
+#pragma unroll
+    for (int u = 0; u < VECTORS; u++) held[u] = where + u * STEP < columns.vectors ? __ldg(columns.body + where + u * STEP) : uint4{NONE, NONE, NONE, NONE};
+}
+
 // What a served drafter wants beside: probabilities instead of their logarithms, its positions moved on, the best token in its list of drafted tokens.
 struct TopkExtras {
     bool probabilities;
@@ -69,27 +100,25 @@ template <typename T, int CLUSTER>
 __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(TOPK_THREADS) draft_best(const T* logits, int64_t stride, const int64_t* d2t, int v,
                                                                                            float* log_probs, int64_t* ids, TopkExtras extras) {
     namespace cg = cooperative_groups;
-    constexpr int EACH = 16 / sizeof(T);
+    constexpr int EACH = Columns<T>::EACH;
     __shared__ uint64_t warp_best[TOPK_WARPS], best;
     __shared__ float part_max[TOPK_WARPS], part_sum[TOPK_WARPS], block_max, block_sum;
     cg::cluster_group cluster = cg::this_cluster();
     const int tid = threadIdx.x, lane = tid % 32, rank = (int)cluster.block_rank(), where = rank * TOPK_THREADS + tid;
     const int64_t row_at = blockIdx.x / CLUSTER;
-    const T* row = logits + row_at * stride;
-    const int head = min(v, (int)((16 - (uintptr_t)row % 16) % 16 / sizeof(T))), vectors = (v - head) / EACH, tail = head + vectors * EACH;
-    const uint4* body = reinterpret_cast<const uint4*>(row + head);
+    const Columns<T> columns = columns_of(logits + row_at * stride, v);
 
     // a thread's columns in ascending order: vectors `where`, `where` + all threads, ...; the few off 16 bytes go to the cluster's first threads
     auto each = [&](auto&& use) {
-        if (where < head) use(one(row + where), where);
+        if (where < columns.head) use(one(columns.row + where), where);
 #pragma unroll 2
-        for (int i = where; i < vectors; i += TOPK_THREADS * CLUSTER) {
+        for (int i = where; i < columns.vectors; i += TOPK_THREADS * CLUSTER) {
             float x[EACH];
-            unpack(__ldg(body + i), row, x);
+            unpack(__ldg(columns.body + i), columns.row, x);
 #pragma unroll
-            for (int j = 0; j < EACH; j++) use(x[j], head + i * EACH + j);
+            for (int j = 0; j < EACH; j++) use(x[j], columns.head + i * EACH + j);
         }
-        if (where < v - tail) use(one(row + tail + where), tail + where);
+        if (where < v - columns.tail) use(one(columns.row + columns.tail + where), columns.tail + where);
     };
     uint32_t order = 0;  // of my largest; 0: no columns
     int column = INT32_MAX;
@@ -107,8 +136,7 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(TOPK_THREADS) 
     if (lane == 0) part_max[tid / 32] = top, part_sum[tid / 32] = sum, warp_best[tid / 32] = largest ? key_of(largest, (int)first) : 0;
     __syncthreads();
     if (tid < 32) {  // of the block: log-sum-exp and best
-        const float m = tid < TOPK_WARPS ? part_max[tid] : -BIG, s = tid < TOPK_WARPS ? part_sum[tid] : 0.f;
-        const Total block = together(m, s);
+        const Total block = block_total<TOPK_WARPS>(part_max, part_sum, tid);
         const uint64_t key = largest_key<TOPK_WARPS>(tid < TOPK_WARPS ? warp_best[tid] : 0);
         if (tid == 0) block_max = block.top, block_sum = block.sum, best = key;
     }
@@ -133,7 +161,7 @@ template <typename T, int CLUSTER>
 __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(TOPK_THREADS) draft_best_push(const T* logits, int64_t stride, const int64_t* d2t, int v,
                                                                                                 float* log_probs, int64_t* ids, TopkExtras extras) {
     namespace cg = cooperative_groups;
-    constexpr int THREADS = TOPK_THREADS, WARPS = TOPK_WARPS, EACH = 16 / sizeof(T), HELD = sizeof(T);  // 16 columns a thread
+    constexpr int THREADS = TOPK_THREADS, WARPS = TOPK_WARPS, EACH = Columns<T>::EACH, HELD = sizeof(T);  // 16 columns a thread
     struct Part {
         uint64_t key;
         int64_t id;
@@ -146,15 +174,11 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(TOPK_THREADS) 
     cg::cluster_group cluster = cg::this_cluster();
     const int tid = threadIdx.x, lane = tid % 32, rank = (int)cluster.block_rank(), where = rank * THREADS + tid;
     const int64_t row_at = blockIdx.x / CLUSTER;
-    const T* row = logits + row_at * stride;
-    const int head = min(v, (int)((16 - (uintptr_t)row % 16) % 16 / sizeof(T))), vectors = (v - head) / EACH, tail = head + vectors * EACH;
-    const uint4* body = reinterpret_cast<const uint4*>(row + head);
-    constexpr uint32_t NONE = sizeof(T) == 2 ? NEG_INF2 : 0xFF800000u;
+    const Columns<T> columns = columns_of(logits + row_at * stride, v);
     uint4 held[HELD];
-#pragma unroll
-    for (int u = 0; u < HELD; u++) held[u] = where + u * THREADS * CLUSTER < vectors ? __ldg(body + where + u * THREADS * CLUSTER) : uint4{NONE, NONE, NONE, NONE};
-    const bool in_head = where < head, in_tail = where < v - tail;
-    const float before = in_head ? one(row + where) : 0.f, behind = in_tail ? one(row + tail + where) : 0.f;  // columns off 16 bytes
+    hold<THREADS * CLUSTER>(held, columns, where);
+    const bool in_head = where < columns.head, in_tail = where < v - columns.tail;
+    const float before = in_head ? one(columns.row + where) : 0.f, behind = in_tail ? one(columns.row + columns.tail + where) : 0.f;  // columns off 16 bytes
 
     uint32_t order = 0;  // of my largest; 0: no columns
     int column = INT32_MAX;
@@ -166,13 +190,13 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(TOPK_THREADS) 
 #pragma unroll
     for (int u = 0; u < HELD; u++) {
         float x[EACH];
-        unpack(held[u], row, x);
-        const int first = head + (where + u * THREADS * CLUSTER) * EACH;
-        if (first < tail)
+        unpack(held[u], columns.row, x);
+        const int first = columns.head + (where + u * THREADS * CLUSTER) * EACH;
+        if (first < columns.tail)
 #pragma unroll
             for (int j = 0; j < EACH; j++) see(x[j], first + j);
     }
-    if (in_tail) see(behind, tail + where);
+    if (in_tail) see(behind, columns.tail + where);
     const uint32_t largest = __reduce_max_sync(~0u, order);
     const float top = largest ? finite_shift(value_of(largest)) : -BIG;
     float sum = 0.f;
@@ -180,8 +204,8 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(TOPK_THREADS) 
 #pragma unroll
     for (int u = 0; u < HELD; u++) {
         float x[EACH];
-        unpack(held[u], row, x);
-        if (where + u * THREADS * CLUSTER < vectors)
+        unpack(held[u], columns.row, x);
+        if (where + u * THREADS * CLUSTER < columns.vectors)
 #pragma unroll
             for (int j = 0; j < EACH; j++) add(x[j]);
     }
@@ -196,8 +220,7 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(TOPK_THREADS) 
         const uint64_t key = largest_key<WARPS>(lane < WARPS ? warp_best[lane] : 0);
         const int c = key ? (int)~(uint32_t)key : 0;
         const int64_t id = lane == 0 ? c + (d2t ? __ldg(d2t + c) : 0) : 0;  // on its way while the sums come together
-        const float m = lane < WARPS ? part_max[lane] : -BIG, s = lane < WARPS ? part_sum[lane] : 0.f;
-        const Total block = together(m, s);
+        const Total block = block_total<WARPS>(part_max, part_sum, lane);
         if (lane == 0) *cluster.map_shared_rank(&parts[rank], 0) = {key, id, block.top, block.sum};
         __syncwarp();
     }
@@ -217,7 +240,7 @@ template <typename T, int THREADS>
 __global__ void __cluster_dims__(RANKED_CLUSTER, 1, 1) __launch_bounds__(THREADS) draft_topk(const T* logits, int64_t stride, const int64_t* d2t, int v, int k,
                                                                                       float* log_probs, int64_t* ids, TopkExtras extras) {
     namespace cg = cooperative_groups;
-    constexpr int PER_THREAD = 32, EACH = 16 / sizeof(T);  // columns of a thread at most, columns in 16 bytes
+    constexpr int PER_THREAD = 32, EACH = Columns<T>::EACH;  // columns of a thread at most, columns in 16 bytes
     __shared__ uint64_t maxima[THREADS], candidates[MAX_K * PER_THREAD], best[MAX_K], merged[RANKED_CLUSTER * MAX_K];
     __shared__ float part_max[THREADS / 32], part_sum[THREADS / 32], block_max, block_lse_sum;
     __shared__ int count;
@@ -225,22 +248,20 @@ __global__ void __cluster_dims__(RANKED_CLUSTER, 1, 1) __launch_bounds__(THREADS
     cg::cluster_group cluster = cg::this_cluster();
     const int tid = threadIdx.x, rank = (int)cluster.block_rank(), where = rank * THREADS + tid;
     const int64_t row_at = blockIdx.x / RANKED_CLUSTER;
-    const T* row = logits + row_at * stride;
-    const int head = min(v, (int)((16 - (uintptr_t)row % 16) % 16 / sizeof(T))), vectors = (v - head) / EACH, tail = head + vectors * EACH;
-    const uint4* body = reinterpret_cast<const uint4*>(row + head);
+    const Columns<T> columns = columns_of(logits + row_at * stride, v);
     if (tid == 0) count = 0;
     if (tid < MAX_K) best[tid] = 0;
 
     // a thread's columns: vectors `where`, `where` + all threads, ...; the few off 16 bytes go to the cluster's first threads
     auto each = [&](auto&& use) {
-        for (int i = where; i < vectors; i += THREADS * RANKED_CLUSTER) {
+        for (int i = where; i < columns.vectors; i += THREADS * RANKED_CLUSTER) {
             float x[EACH];
-            unpack(__ldg(body + i), row, x);
+            unpack(__ldg(columns.body + i), columns.row, x);
 #pragma unroll
-            for (int j = 0; j < EACH; j++) use(x[j], head + i * EACH + j);
+            for (int j = 0; j < EACH; j++) use(x[j], columns.head + i * EACH + j);
         }
-        if (where < head) use(one(row + where), where);
-        if (where < v - tail) use(one(row + tail + where), tail + where);
+        if (where < columns.head) use(one(columns.row + where), where);
+        if (where < v - columns.tail) use(one(columns.row + columns.tail + where), columns.tail + where);
     };
     uint64_t mine = 0;
     float top = -BIG, sum = 0.f;
@@ -256,8 +277,7 @@ __global__ void __cluster_dims__(RANKED_CLUSTER, 1, 1) __launch_bounds__(THREADS
     if (tid % 32 == 0) part_max[tid / 32] = warp_top, part_sum[tid / 32] = sum;
     __syncthreads();
     if (tid < 32) {  // log-sum-exp of the block
-        const float m = tid < THREADS / 32 ? part_max[tid] : -BIG, s = tid < THREADS / 32 ? part_sum[tid] : 0.f;
-        const Total block = together(m, s);
+        const Total block = block_total<THREADS / 32>(part_max, part_sum, tid);
         if (tid == 0) block_max = block.top, block_lse_sum = block.sum;
     }
     int ahead = 0;
@@ -317,7 +337,7 @@ template <typename T>
 __global__ void __cluster_dims__(RANKED_CLUSTER, 1, 1) __launch_bounds__(TOPK_THREADS) draft_topk_filtered(
     const T* logits, int64_t stride, const int64_t* d2t, int v, int k, float* log_probs, int64_t* ids, TopkExtras extras) {
     namespace cg = cooperative_groups;
-    constexpr int THREADS = TOPK_THREADS, WARPS = TOPK_WARPS, CLUSTER = RANKED_CLUSTER, EACH = 16 / sizeof(T), HELD = sizeof(T);  // 16 columns a thread
+    constexpr int THREADS = TOPK_THREADS, WARPS = TOPK_WARPS, CLUSTER = RANKED_CLUSTER, EACH = Columns<T>::EACH, HELD = sizeof(T);  // 16 columns a thread
     constexpr int GROUP = THREADS / 32, ROOM = 512;  // threads of a group, candidates
     struct Part {
         uint64_t key;
@@ -333,15 +353,11 @@ __global__ void __cluster_dims__(RANKED_CLUSTER, 1, 1) __launch_bounds__(TOPK_TH
     cg::cluster_group cluster = cg::this_cluster();
     const int tid = threadIdx.x, lane = tid % 32, rank = (int)cluster.block_rank(), where = rank * THREADS + tid;
     const int64_t row_at = blockIdx.x / CLUSTER;
-    const T* row = logits + row_at * stride;
-    const int head = min(v, (int)((16 - (uintptr_t)row % 16) % 16 / sizeof(T))), vectors = (v - head) / EACH, tail = head + vectors * EACH;
-    const uint4* body = reinterpret_cast<const uint4*>(row + head);
-    constexpr uint32_t NONE = sizeof(T) == 2 ? NEG_INF2 : 0xFF800000u;
+    const Columns<T> columns = columns_of(logits + row_at * stride, v);
     uint4 held[HELD];
-#pragma unroll
-    for (int u = 0; u < HELD; u++) held[u] = where + u * THREADS * CLUSTER < vectors ? __ldg(body + where + u * THREADS * CLUSTER) : uint4{NONE, NONE, NONE, NONE};
-    const bool in_head = where < head, in_tail = where < v - tail;
-    const float before = in_head ? one(row + where) : -INFINITY, behind = in_tail ? one(row + tail + where) : -INFINITY;  // columns off 16 bytes
+    hold<THREADS * CLUSTER>(held, columns, where);
+    const bool in_head = where < columns.head, in_tail = where < v - columns.tail;
+    const float before = in_head ? one(columns.row + where) : -INFINITY, behind = in_tail ? one(columns.row + columns.tail + where) : -INFINITY;  // columns off 16 bytes
     if (tid == 0) count = 0;
 
     uint32_t order = 0;  // of my largest; 0: no columns
@@ -350,8 +366,8 @@ __global__ void __cluster_dims__(RANKED_CLUSTER, 1, 1) __launch_bounds__(TOPK_TH
 #pragma unroll
     for (int u = 0; u < HELD; u++) {
         float x[EACH];
-        unpack(held[u], row, x);
-        if (where + u * THREADS * CLUSTER < vectors)
+        unpack(held[u], columns.row, x);
+        if (where + u * THREADS * CLUSTER < columns.vectors)
 #pragma unroll
             for (int j = 0; j < EACH; j++) order = max(order, order_of(x[j]));
     }
@@ -367,7 +383,7 @@ __global__ void __cluster_dims__(RANKED_CLUSTER, 1, 1) __launch_bounds__(TOPK_TH
 #pragma unroll
     for (int u = 0; u < HELD; u++) {
         float x[EACH];
-        unpack(held[u], row, x);
+        unpack(held[u], columns.row, x);
 #pragma unroll
         for (int j = 0; j < EACH; j++) add(x[j]);
     }
@@ -391,13 +407,13 @@ __global__ void __cluster_dims__(RANKED_CLUSTER, 1, 1) __launch_bounds__(TOPK_TH
     auto each = [&](auto&& use) {
         if (in_head) use(before, where);
 #pragma unroll 1
-        for (int i = where; i < vectors; i += THREADS * CLUSTER) {
+        for (int i = where; i < columns.vectors; i += THREADS * CLUSTER) {
             float x[EACH];
-            unpack(__ldg(body + i), row, x);
+            unpack(__ldg(columns.body + i), columns.row, x);
 #pragma unroll
-            for (int j = 0; j < EACH; j++) use(x[j], head + i * EACH + j);
+            for (int j = 0; j < EACH; j++) use(x[j], columns.head + i * EACH + j);
         }
-        if (in_tail) use(behind, tail + where);
+        if (in_tail) use(behind, columns.tail + where);
     };
     if (order && order >= floor)
         each([&](float value, int column) {
@@ -409,8 +425,7 @@ __global__ void __cluster_dims__(RANKED_CLUSTER, 1, 1) __launch_bounds__(TOPK_TH
     __syncwarp();
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // all blocks have started
     if (tid < 32) {
-        const float m = lane < WARPS ? part_max[lane] : -BIG, s = lane < WARPS ? part_sum[lane] : 0.f;
-        const Total block = together(m, s);
+        const Total block = block_total<WARPS>(part_max, part_sum, lane);
         if (lane == 0) *cluster.map_shared_rank(&block_top[rank], 0) = block.top, *cluster.map_shared_rank(&block_sum[rank], 0) = block.sum;
         __syncwarp();
     }

@@ -89,11 +89,15 @@ def split(blocks: Sequence[Block]) -> tuple[list[Block], list[Block]]:
     return plain, capture
 
 
+def rate_of(blocks: Sequence[Block]) -> float:
+    """Tokens a second of all these blocks together."""
+    return sum(block.tokens for block in blocks) / sum(block.seconds for block in blocks)
+
+
 def ratio(blocks: Sequence[Block]) -> float:
     """Tokens a second with capture over those without it, of all these blocks together."""
-    plain, capture = split(blocks)
-    rates = [sum(block.tokens for block in part) / sum(block.seconds for block in part) for part in (plain, capture)]
-    return rates[1] / rates[0]
+    plain, capture = map(rate_of, split(blocks))
+    return capture / plain
 
 
 def neighbour_ratios(blocks: Sequence[Block]) -> np.ndarray:
@@ -133,7 +137,6 @@ def summary(blocks: Sequence[Block], before: dict[str, float], after: dict[str, 
     `forward_ratio`: the forward threads' processor time a token, without over with; `cpu_ratio`: the whole server's, its writing process included.
     """
     plain, capture = split(blocks)
-    rates = [sum(block.tokens for block in part) / sum(block.seconds for block in part) for part in (plain, capture)]
     near, between = neighbour_ratios(blocks), intervals(blocks)
     fastest = [block for part in (plain, capture) for block in sorted(part, key=lambda block: -block.tok_s)[: max(len(part) // 4, 1)]]
     delta = {name: round(value - before.get(name, 0), 4) for name, value in after.items()}
@@ -141,10 +144,10 @@ def summary(blocks: Sequence[Block], before: dict[str, float], after: dict[str, 
     result = {
         "ratio": ratio(blocks), "ratio_low": between["ratio"][0], "ratio_high": between["ratio"][1], "pairs": len(capture), "ratio_of_neighbours": float(np.median(near)),
         "neighbours_low": between["ratio_of_neighbours"][0], "neighbours_high": between["ratio_of_neighbours"][1], "ratio_of_fastest": ratio(fastest),
-        "forward_ratio": cpu_ratio(plain, capture, "forward"), "cpu_ratio": cpu_ratio(plain, capture, "server"), "plain_tok_s": rates[0], "capture_tok_s": rates[1],
+        "forward_ratio": cpu_ratio(plain, capture, "forward"), "cpu_ratio": cpu_ratio(plain, capture, "server"), "plain_tok_s": rate_of(plain), "capture_tok_s": rate_of(capture),
         "measured_s": sum(block.whole_seconds for block in blocks), "left_out_s": statistics.median(block.whole_seconds - block.seconds for block in blocks), "counters": delta,
         # copy_s: what the copies took on the device; were they not overlapped with prefill, blocks with capture would take at least that much longer
-        "copy_share_of_wall": delta.get("copy_s", 0.0) / wall, "hook_share_of_wall": delta.get("hook_s", 0.0) / wall, "longer_with_capture": rates[0] / rates[1] - 1,
+        "copy_share_of_wall": delta.get("copy_s", 0.0) / wall, "hook_share_of_wall": delta.get("hook_s", 0.0) / wall, "longer_with_capture": 1 / ratio(blocks) - 1,
     }  # fmt: skip
     for word, part in (("plain", plain), ("capture", capture)):  # who ran meanwhile: cores busy, and microseconds of the forward thread a token
         seconds = sum(block.seconds for block in part)
@@ -248,5 +251,4 @@ def plain_rate(server: Server, load: Load) -> dict[str, Any]:
         yield Block(False, some_prompts(load, 0, load.concurrency))
 
     blocks = timed(work, plan())[1:-1]
-    rate = sum(block.tokens for block in blocks) / sum(block.seconds for block in blocks)
-    return {"plain_tok_s": rate, "blocks_tok_s": [block.tok_s for block in blocks], "failed_requests": len(work.problems)}
+    return {"plain_tok_s": rate_of(blocks), "blocks_tok_s": [block.tok_s for block in blocks], "failed_requests": len(work.problems)}
