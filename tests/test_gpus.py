@@ -65,7 +65,8 @@ def test_the_trainer_of_a_stream_sees_its_gpu_alone():
 
 
 def test_torchrun_gives_every_process_the_gpus():
-    program = "import os, sys; print('seen', os.environ['RANK'], os.environ['CUDA_VISIBLE_DEVICES'], sys.argv[1:], flush=True)"
+    said = "f\"seen {os.environ['RANK']} {os.environ['CUDA_VISIBLE_DEVICES']} {sys.argv[1:]}\\n\""
+    program = f"import os, sys; os.write(1, {said}.encode())"  # in one write: both processes have the same pipe
     command = gpus.torchrun(2, ["-c", program, "--resume"])
     command[command.index("--") : command.index("--") + 1] = ["--no-python", "--", sys.executable]
     done = subprocess.run(command, env=os.environ | gpus.training_env([3, 5], {}), capture_output=True, text=True, timeout=120, check=True)
