@@ -489,6 +489,61 @@ def test_graph_replay_cuda():
         assert torch.equal(got, want)
 
 
+@gpu
+@pytest.mark.parametrize("captured", [False, True], ids=["stream", "graph"])
+def test_early_launches_wait_cuda(captured):
+    """Kernels are launched before the one in front of them has ended: one behind the other, each on what the last wrote, and behind a copy, a fill and another stream's work, they
+    answer what they answer alone."""
+    n, h = 4096, 4096
+    inputs = [torch.randn(n, h).bfloat16().pin_memory() for _ in range(4)]
+    state, table = torch.empty(n, h, device="cuda", dtype=torch.bfloat16), torch.randn(64, h, device="cuda").bfloat16()
+    weight, ids = torch.rand(h, device="cuda").bfloat16(), torch.randint(0, 64, (n,), device="cuda")
+    filled, side = torch.empty(n, h, device="cuda", dtype=torch.bfloat16), torch.cuda.Stream()
+
+    def chain(wait):
+        state.copy_(staged, non_blocking=True)
+        wait()
+        answers = []
+        for _ in range(3):  # the memory of one turn is another one's in the next
+            q, scale = ops.quantize_rows_fp8(state)
+            wait()
+            back = ops.dequantize_rows_fp8(q, scale)
+            wait()
+            pair = ops.drafter_input(ids, table, back, weight, weight)
+            wait()
+            gradients = torch.ops.aerie.drafter_input_backward(pair, ids, table, back, weight, weight, 1e-5, True)
+            wait()
+            best = ops.draft_topk(gradients[1][:8], 1), ops.draft_topk(gradients[1][:8], 8)
+            wait()
+            answers += [pair[:, :h].clone(), gradients[1].clone(), gradients[3].clone(), *(x for pair in best for x in pair)]
+        filled.zero_()
+        wait()
+        answers.append(ops.quantize_rows_fp8(filled)[0].view(torch.uint8).clone())
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            filled.copy_(state * 2)
+        torch.cuda.current_stream().wait_stream(side)
+        wait()
+        return [*answers, ops.quantize_rows_fp8(filled)[1]]
+
+    staged = inputs[0].clone().pin_memory()
+    chain(torch.cuda.synchronize)
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured_answers = chain(lambda: None)
+    for values in inputs:
+        torch.cuda.synchronize()
+        staged.copy_(values)
+        if captured:
+            graph.replay()
+            got = [x.clone() for x in captured_answers]
+        else:
+            got = chain(lambda: None)
+        for x, want in zip(got, chain(torch.cuda.synchronize), strict=True):
+            assert torch.equal(x, want)
+
+
 def test_fake_kernels_match():
     """Shapes and dtypes of the fakes, as torch.library itself checks them."""
     draft, target, top, lse = make(4, 32, "cpu", torch.float32)

@@ -84,6 +84,34 @@ __device__ __forceinline__ float block_sum(float x, float* shared) {
     return warp_sum(x);
 }
 
+// First in every kernel that is launched early (`launch`): its blocks may take their places while the kernel before it ends, and the next one's while this one does; nothing
+// is read or written before all that the earlier kernels wrote is there.
+__device__ __forceinline__ void wait_for_earlier() {
+    cudaTriggerProgrammaticLaunchCompletion();
+    cudaGridDependencySynchronize();
+}
+
+// kernel<<<blocks, threads, bytes, stream>>>, where wanted launched early (programmatic launch). Answers the CUDA error.
+template <typename... Parameters, typename... Arguments>
+int launch_if(bool early_too, void (*kernel)(Parameters...), dim3 blocks, int threads, size_t bytes, cudaStream_t stream, Arguments... arguments) {
+    cudaLaunchAttribute early{};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = blocks;
+    config.blockDim = {(unsigned)threads, 1, 1};
+    config.dynamicSmemBytes = bytes;
+    config.stream = stream;
+    config.attrs = &early;
+    config.numAttrs = early_too ? 1 : 0;
+    return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+}
+
+template <typename... Parameters, typename... Arguments>
+int launch(void (*kernel)(Parameters...), dim3 blocks, int threads, size_t bytes, cudaStream_t stream, Arguments... arguments) {
+    return launch_if(true, kernel, blocks, threads, bytes, stream, arguments...);
+}
+
 int choice(int op);  // what aerie_choose was told (library.cu)
 
 // The kernel to launch by number: `best`, unless one was chosen; -1: the chosen one does not fit.

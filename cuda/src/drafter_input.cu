@@ -48,6 +48,7 @@ __device__ __forceinline__ void unpack8(uint4 v, float x[8]) {
 
 template <int THREADS, int CH>
 __global__ void __launch_bounds__(THREADS) drafter_input_forward(Inputs in, __nv_bfloat16* out) {
+    wait_for_earlier();
     __shared__ float partial[THREADS / 32];
     const int tid = threadIdx.x, side = blockIdx.y, vectors = in.h / 8;
     const int64_t row = blockIdx.x;
@@ -84,6 +85,7 @@ __global__ void __launch_bounds__(THREADS) drafter_input_forward(Inputs in, __nv
 }
 
 __global__ void __launch_bounds__(256) drafter_input_forward_any(Inputs in, __nv_bfloat16* out) {  // any width and alignment, read twice
+    wait_for_earlier();
     __shared__ float partial[8];
     const int tid = threadIdx.x, side = blockIdx.y;
     const int64_t row = blockIdx.x;
@@ -198,16 +200,21 @@ __global__ void __launch_bounds__(GROUPS_HERE * GROUP, GROUPS_HERE == 1 ? 2 : 1)
             for (int c = 0; c < CH; c++) {
                 const int at = c * GROUP + tid;
                 if (at >= vectors) break;
-                if (x) cp_async16(&slot(stage, 0, c), reinterpret_cast<const uint4*>(x) + at);
                 cp_async16(&slot(stage, 1, c), g + at);
                 cp_async16(&slot(stage, 2, c), y + at);
                 cp_async16(&slot(stage, 3, c), g + vectors + at);
+            }
+#pragma unroll
+            for (int c = 0; c < CH; c++) {  // last: its place is known only when the id is there
+                const int at = c * GROUP + tid;
+                if (x && at < vectors) cp_async16(&slot(stage, 0, c), reinterpret_cast<const uint4*>(x) + at);
             }
         }
         end_group();
     };
     auto row_source = [&](int at) { return at < n ? source(in, at, 0) : nullptr; };
     const float inverse_h = 1.f / in.h;
+    cudaGridDependencySynchronize();  // launched early
     int row = blockIdx.x + gridDim.x * group, stage = 0, turn = 0;
     const __nv_bfloat16* sources[STAGES];  // of this row and those that come
 #pragma unroll
@@ -215,10 +222,10 @@ __global__ void __launch_bounds__(GROUPS_HERE * GROUP, GROUPS_HERE == 1 ? 2 : 1)
 #pragma unroll
     for (int s = 0; s < STAGES - 1; s++) request(s, row + s * step, sources[s]);
     for (; row < n; row += step, stage = stage + 1 == STAGES ? 0 : stage + 1, turn ^= 1) {
+        wait_group<STAGES - 2>();  // before more is asked for: then the first rows of all blocks come soon
         request(stage == 0 ? STAGES - 1 : stage - 1, row + (STAGES - 1) * step, sources[STAGES - 1]);
         const bool inside = sources[0] != nullptr;
         const __nv_bfloat16* after = row_source(row + STAGES * step);  // an id read now is there when it is needed
-        wait_group<STAGES - 1>();
         float v[4] = {};  // squares and dots, of either side
 #pragma unroll
         for (int c = 0; c < CH; c++) {
@@ -291,14 +298,19 @@ __global__ void __launch_bounds__(THREADS, PER_SM) drafter_input_backward_split(
             for (int c = 0; c < CH; c++) {
                 const int at = c * THREADS + tid;
                 if (at >= vectors) break;
-                if (x) cp_async16(&slot(stage, 0, c), reinterpret_cast<const uint4*>(x) + at);
                 cp_async16(&slot(stage, 1, c), g_from + at);
+            }
+#pragma unroll
+            for (int c = 0; c < CH; c++) {
+                const int at = c * THREADS + tid;
+                if (x && at < vectors) cp_async16(&slot(stage, 0, c), reinterpret_cast<const uint4*>(x) + at);
             }
         }
         end_group();
     };
     auto row_source = [&](int at) { return at < n ? source(in, at, side) : nullptr; };
     const float inverse_h = 1.f / in.h;
+    cudaGridDependencySynchronize();  // launched early
     int row = number, stage = 0, turn = 0;
     const __nv_bfloat16* sources[STAGES];  // of this row and those that come
 #pragma unroll
@@ -355,7 +367,7 @@ __global__ void __launch_bounds__(512) add_weight_sums(const float* sums, int bl
     __shared__ float partial[16][33];
     const int lane = threadIdx.x % 32, group = threadIdx.x / 32, column = blockIdx.x * 32 + lane;  // of 2 h
     const int count = column < 2 * h ? blocks : 0;
-    cudaGridDependencySynchronize();  // launched early: all sums are there behind this
+    wait_for_earlier();
     float sum = 0.f;
     for (int b = group; b < count; b += 16 * AT_ONCE) {
         float part[AT_ONCE];
@@ -377,6 +389,7 @@ __global__ void __launch_bounds__(512) add_weight_sums(const float* sums, int bl
 
 __global__ void __launch_bounds__(256) drafter_input_backward_any(Inputs in, const __nv_bfloat16* grad, int64_t grad_stride, __nv_bfloat16* d_rows,
                                                                   __nv_bfloat16* d_state, float* sums) {
+    wait_for_earlier();
     __shared__ float partial[8], partial2[8];
     const int tid = threadIdx.x, side = blockIdx.x % 2;
     float* to = sums + (int64_t)(blockIdx.x / 2 * 2 + side) * in.h;  // each thread its own columns
@@ -440,8 +453,7 @@ int launch_backward(const Plan& plan, int blocks, const Inputs& in, const __nv_b
                     cudaStream_t stream) {
     const int groups = groups_of(plan), bytes = groups * plan.bytes;
     if (const cudaError_t code = cudaFuncSetAttribute(plan.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return code;
-    plan.kernel<<<blocks, groups * plan.threads, bytes, stream>>>(in, grad, grad_stride, d_rows, d_state, sums);
-    return cudaGetLastError();
+    return launch(plan.kernel, blocks, groups * plan.threads, bytes, stream, in, grad, grad_stride, d_rows, d_state, sums);
 }
 
 // Both sides of a row in a block, where the rows pay for what that costs once: 4,096 of them did not on an H200, 8,192 did.
@@ -479,12 +491,11 @@ extern "C" int aerie_drafter_input(const void* ids, int ids64, const void* table
                     weights32 != 0, n, (int)h, eps, vector};
     const dim3 blocks((unsigned)n, 2);
     auto* to = (__nv_bfloat16*)out;
-    if (vector && h <= 2048) drafter_input_forward<64, 4><<<blocks, 64, 0, stream>>>(in, to);
-    else if (vector && h <= 4096) drafter_input_forward<128, 4><<<blocks, 128, 0, stream>>>(in, to);
-    else if (vector && h <= 7168) drafter_input_forward<128, 7><<<blocks, 128, 0, stream>>>(in, to);
-    else if (vector && h <= 16384) drafter_input_forward<256, 8><<<blocks, 256, 0, stream>>>(in, to);
-    else drafter_input_forward_any<<<blocks, 256, 0, stream>>>(in, to);
-    return cudaGetLastError();
+    if (vector && h <= 2048) return launch(drafter_input_forward<64, 4>, blocks, 64, 0, stream, in, to);
+    if (vector && h <= 4096) return launch(drafter_input_forward<128, 4>, blocks, 128, 0, stream, in, to);
+    if (vector && h <= 7168) return launch(drafter_input_forward<128, 7>, blocks, 128, 0, stream, in, to);
+    if (vector && h <= 16384) return launch(drafter_input_forward<256, 8>, blocks, 256, 0, stream, in, to);
+    return launch(drafter_input_forward_any, blocks, 256, 0, stream, in, to);
 }
 
 extern "C" int aerie_backward_blocks(int64_t n, int64_t h) {
@@ -515,21 +526,8 @@ extern "C" int aerie_drafter_input_backward(const void* grad, int64_t grad_strid
     const int variant = pick_backward(n, h, vector);
     if (variant < 0) return cudaErrorInvalidValue;
     const Plan plan = vector ? plan_of(h, variant) : Plan{};
-    int code;
-    if (plan.kernel) code = launch_backward(plan, plan.kinds * blocks, in, g, grad_stride, rows, d, sums, stream);
-    else {
-        drafter_input_backward_any<<<2 * blocks, 256, 0, stream>>>(in, g, grad_stride, rows, d, sums);
-        code = cudaGetLastError();
-    }
-    if (code) return code;
-    cudaLaunchConfig_t config{};
-    cudaLaunchAttribute early{};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
-    config.gridDim = {(unsigned)((2 * h + 31) / 32), 1, 1};
-    config.blockDim = {512, 1, 1};
-    config.stream = stream;
-    config.attrs = &early;
-    config.numAttrs = plan.kernel ? 1 : 0;  // the other kernel does not say that it is nearly done
-    return cudaLaunchKernelEx(&config, add_weight_sums, (const float*)sums, blocks, (int)h, d_embed_weight, d_state_weight, weights32 != 0);
+    if (const int code = plan.kernel ? launch_backward(plan, plan.kinds * blocks, in, g, grad_stride, rows, d, sums, stream)
+                                     : launch(drafter_input_backward_any, 2 * blocks, 256, 0, stream, in, g, grad_stride, rows, d, sums))
+        return code;
+    return launch(add_weight_sums, (unsigned)((2 * h + 31) / 32), 512, 0, stream, sums, blocks, (int)h, d_embed_weight, d_state_weight, weights32 != 0);
 }

@@ -22,6 +22,7 @@ __device__ __forceinline__ uint32_t quantize4(uint32_t a, uint32_t b, float inve
 // CH vectors of 8 values a thread: rows up to THREADS * CH * 8 wide; wider rows, and rows not on 16 bytes, are read twice.
 template <int THREADS, int CH>
 __global__ void __launch_bounds__(THREADS) quantize_rows(const __nv_bfloat16* x, int64_t stride, int h, uint8_t* q, float* scale, bool vector) {
+    wait_for_earlier();
     constexpr int WARPS = THREADS / 32;
     __shared__ float partial[WARPS];
     const int tid = threadIdx.x, vectors = vector ? h / 8 : 0;
@@ -70,6 +71,7 @@ __device__ __forceinline__ uint4 dequantize8(uint2 v, float factor) {
 
 template <int THREADS, int UNROLL>
 __global__ void __launch_bounds__(THREADS) dequantize_rows(const uint8_t* q, int64_t stride, const float* scale, int h, __nv_bfloat16* out, bool vector) {
+    wait_for_earlier();
     const int tid = threadIdx.x, vectors = vector ? h / 8 : 0;
     const uint8_t* row = q + blockIdx.x * stride;
     __nv_bfloat16* to = out + (int64_t)blockIdx.x * h;
@@ -109,11 +111,10 @@ extern "C" int aerie_quantize_rows_fp8(const void* x, int64_t stride, int64_t n,
     const auto* in = (const __nv_bfloat16*)x;
     auto* out = (uint8_t*)q;
     const unsigned blocks = (unsigned)n;
-    if (vector && h <= 1024) quantize_rows<32, 4><<<blocks, 32, 0, stream>>>(in, stride, (int)h, out, scale, vector);
-    else if (vector && h <= 4096) quantize_rows<128, 4><<<blocks, 128, 0, stream>>>(in, stride, (int)h, out, scale, vector);
-    else if (vector && h <= 7168) quantize_rows<128, 7><<<blocks, 128, 0, stream>>>(in, stride, (int)h, out, scale, vector);
-    else quantize_rows<256, 8><<<blocks, 256, 0, stream>>>(in, stride, (int)h, out, scale, vector);
-    return cudaGetLastError();
+    if (vector && h <= 1024) return launch(quantize_rows<32, 4>, blocks, 32, 0, stream, in, stride, (int)h, out, scale, vector);
+    if (vector && h <= 4096) return launch(quantize_rows<128, 4>, blocks, 128, 0, stream, in, stride, (int)h, out, scale, vector);
+    if (vector && h <= 7168) return launch(quantize_rows<128, 7>, blocks, 128, 0, stream, in, stride, (int)h, out, scale, vector);
+    return launch(quantize_rows<256, 8>, blocks, 256, 0, stream, in, stride, (int)h, out, scale, vector);
 }
 
 extern "C" int aerie_dequantize_rows_fp8(const void* q, int64_t stride, const float* scale, int64_t n, int64_t h, void* out, cudaStream_t stream) {
@@ -124,6 +125,5 @@ extern "C" int aerie_dequantize_rows_fp8(const void* q, int64_t stride, const fl
     const int variant = aerie::pick(AERIE_DEQUANTIZE, narrow ? 0 : 1, [](int) { return true; });  // by number: 128 or 256 threads a row
     const auto kernel = variant == 0 ? (narrow ? aerie::dequantize_rows<128, 4> : aerie::dequantize_rows<128, 7>)
                                      : (narrow ? aerie::dequantize_rows<256, 2> : aerie::dequantize_rows<256, 4>);
-    kernel<<<(unsigned)n, variant == 0 ? 128 : 256, 0, stream>>>((const uint8_t*)q, stride, scale, (int)h, (__nv_bfloat16*)out, vector);
-    return cudaGetLastError();
+    return aerie::launch(kernel, (unsigned)n, variant == 0 ? 128 : 256, 0, stream, (const uint8_t*)q, stride, scale, (int)h, (__nv_bfloat16*)out, vector);
 }

@@ -17,6 +17,7 @@ __device__ __forceinline__ float to_top(float top, float shift) { return fabsf(t
 template <int THREADS, int UNROLL, bool KEPT = false>
 __global__ void __launch_bounds__(THREADS) online_update(const __nv_bfloat16* chunk, int64_t stride, int columns, int64_t start, float* running_max,
                                                          float* running_sum, int64_t* argmax) {
+    wait_for_earlier();
     constexpr int WARPS = THREADS / 32;
     __shared__ float part_top[WARPS], part_sum[WARPS];
     __shared__ int part_at[WARPS];
@@ -143,6 +144,5 @@ extern "C" int aerie_online_update(const void* chunk, int64_t stride, int64_t n,
     if (n > INT32_MAX || c > INT32_MAX - 8192) return cudaErrorInvalidValue;
     const int best = c <= aerie::ONE_TURN && n <= aerie::FEW_ROWS ? 1 : 0;
     const auto& kernel = aerie::ONLINE[aerie::pick(AERIE_ONLINE, best, [](int) { return true; })];
-    kernel.launch<<<(unsigned)n, kernel.threads, 0, stream>>>((const __nv_bfloat16*)chunk, stride, (int)c, start, running_max, running_sum, argmax);
-    return cudaGetLastError();
+    return aerie::launch(kernel.launch, (unsigned)n, kernel.threads, 0, stream, (const __nv_bfloat16*)chunk, stride, (int)c, start, running_max, running_sum, argmax);
 }

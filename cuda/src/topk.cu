@@ -99,6 +99,7 @@ __device__ __forceinline__ void answer(float* log_probs, int64_t* ids, const Top
 template <typename T, int CLUSTER>
 __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(TOPK_THREADS) draft_best(const T* logits, int64_t stride, const int64_t* d2t, int v,
                                                                                            float* log_probs, int64_t* ids, TopkExtras extras) {
+    wait_for_earlier();
     namespace cg = cooperative_groups;
     constexpr int EACH = Columns<T>::EACH;
     __shared__ uint64_t warp_best[TOPK_WARPS], best;
@@ -171,6 +172,7 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(TOPK_THREADS) 
     __shared__ uint64_t warp_best[WARPS];
     __shared__ float part_max[WARPS], part_sum[WARPS];
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");  // this block has started: its shared memory may be written
+    wait_for_earlier();
     cg::cluster_group cluster = cg::this_cluster();
     const int tid = threadIdx.x, lane = tid % 32, rank = (int)cluster.block_rank(), where = rank * THREADS + tid;
     const int64_t row_at = blockIdx.x / CLUSTER;
@@ -239,6 +241,7 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(TOPK_THREADS) 
 template <typename T, int THREADS>
 __global__ void __cluster_dims__(RANKED_CLUSTER, 1, 1) __launch_bounds__(THREADS) draft_topk(const T* logits, int64_t stride, const int64_t* d2t, int v, int k,
                                                                                       float* log_probs, int64_t* ids, TopkExtras extras) {
+    wait_for_earlier();
     namespace cg = cooperative_groups;
     constexpr int PER_THREAD = 32, EACH = Columns<T>::EACH;  // columns of a thread at most, columns in 16 bytes
     __shared__ uint64_t maxima[THREADS], candidates[MAX_K * PER_THREAD], best[MAX_K], merged[RANKED_CLUSTER * MAX_K];
@@ -350,6 +353,7 @@ __global__ void __cluster_dims__(RANKED_CLUSTER, 1, 1) __launch_bounds__(TOPK_TH
     __shared__ float part_max[WARPS], part_sum[WARPS];
     __shared__ int count;
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");  // this block has started: its shared memory may be written
+    wait_for_earlier();
     cg::cluster_group cluster = cg::this_cluster();
     const int tid = threadIdx.x, lane = tid % 32, rank = (int)cluster.block_rank(), where = rank * THREADS + tid;
     const int64_t row_at = blockIdx.x / CLUSTER;
@@ -486,20 +490,20 @@ int launch_topk(const void* logits, int64_t stride, const int64_t* d2t, int64_t 
                 cudaStream_t stream) {
     const T* in = static_cast<const T*>(logits);
     const unsigned rows = (unsigned)n;
+    const bool early = n <= 16;  // more rows have blocks enough to fill the GPU, and early ones only took the places of those that work
     // k = 1 by number: pulled, pushed; k > 1: ranked, filtered. The second of each holds 16 columns a thread; pushing wins where there are rows enough.
     const auto fits = [&](int number) { return number == 0 || v <= HELD_COLUMNS; };
     const int variant = k > 1 ? pick(AERIE_TOPK_RANKED, v <= HELD_COLUMNS ? 1 : 0, fits) : pick(AERIE_TOPK, n >= 16 && v <= HELD_COLUMNS ? 1 : 0, fits);
     if (variant < 0) return cudaErrorInvalidValue;
-    if (k > 1 && variant == 1) draft_topk_filtered<T><<<rows * RANKED_CLUSTER, TOPK_THREADS, 0, stream>>>(in, stride, d2t, (int)v, k, log_probs, ids, extras);
-    else if (variant == 1) draft_best_push<T, 8><<<rows * 8, TOPK_THREADS, 0, stream>>>(in, stride, d2t, (int)v, log_probs, ids, extras);
-    else if (k == 1 && (n <= 16 || v > 65536)) draft_best<T, 8><<<rows * 8, TOPK_THREADS, 0, stream>>>(in, stride, d2t, (int)v, log_probs, ids, extras);
-    else if (k == 1) draft_best<T, 4><<<rows * 4, TOPK_THREADS, 0, stream>>>(in, stride, d2t, (int)v, log_probs, ids, extras);
+    if (k > 1 && variant == 1) return launch_if(early, draft_topk_filtered<T>, rows * RANKED_CLUSTER, TOPK_THREADS, 0, stream, in, stride, d2t, (int)v, k, log_probs, ids, extras);
+    if (variant == 1) return launch_if(early, draft_best_push<T, 8>, rows * 8, TOPK_THREADS, 0, stream, in, stride, d2t, (int)v, log_probs, ids, extras);
+    if (k == 1 && (n <= 16 || v > 65536)) return launch_if(early, draft_best<T, 8>, rows * 8, TOPK_THREADS, 0, stream, in, stride, d2t, (int)v, log_probs, ids, extras);
+    if (k == 1) return launch_if(early, draft_best<T, 4>, rows * 4, TOPK_THREADS, 0, stream, in, stride, d2t, (int)v, log_probs, ids, extras);
     // at most 24 columns a thread in vectors and 2 beside them
-    else if (v <= RANKED_CLUSTER * 128 * 24) draft_topk<T, 128><<<rows * RANKED_CLUSTER, 128, 0, stream>>>(in, stride, d2t, (int)v, k, log_probs, ids, extras);
-    else if (v <= RANKED_CLUSTER * 256 * 24) draft_topk<T, 256><<<rows * RANKED_CLUSTER, 256, 0, stream>>>(in, stride, d2t, (int)v, k, log_probs, ids, extras);
-    else if (v <= RANKED_CLUSTER * 1024 * 24) draft_topk<T, 1024><<<rows * RANKED_CLUSTER, 1024, 0, stream>>>(in, stride, d2t, (int)v, k, log_probs, ids, extras);
-    else return cudaErrorInvalidValue;
-    return cudaGetLastError();
+    if (v <= RANKED_CLUSTER * 128 * 24) return launch_if(early, draft_topk<T, 128>, rows * RANKED_CLUSTER, 128, 0, stream, in, stride, d2t, (int)v, k, log_probs, ids, extras);
+    if (v <= RANKED_CLUSTER * 256 * 24) return launch_if(early, draft_topk<T, 256>, rows * RANKED_CLUSTER, 256, 0, stream, in, stride, d2t, (int)v, k, log_probs, ids, extras);
+    if (v <= RANKED_CLUSTER * 1024 * 24) return launch_if(early, draft_topk<T, 1024>, rows * RANKED_CLUSTER, 1024, 0, stream, in, stride, d2t, (int)v, k, log_probs, ids, extras);
+    return cudaErrorInvalidValue;
 }
 
 int prepare_topk() {

@@ -25,6 +25,7 @@ __device__ __forceinline__ int first_where(int from, int to, Match match) {  // 
 __global__ void __launch_bounds__(1024) build_tree(const int64_t* parent_list, int64_t parent_stride, int parent_count, const int64_t* selected,
                                                    int64_t selected_stride, const void* lengths, bool wide, bool* mask, int64_t mask_size, int64_t* positions,
                                                    int64_t* index, int64_t* next_token, int64_t* next_sibling, int topk, int depth, int nodes, bool full) {
+    wait_for_earlier();
     extern __shared__ int64_t chosen[];  // [nodes - 1] candidates, [nodes] candidates of the parents, then [nodes] parents
     int64_t* wanted = chosen + nodes - 1;
     int* parent = reinterpret_cast<int*>(wanted + nodes);
@@ -90,6 +91,7 @@ __global__ void __launch_bounds__(1024) build_tree(const int64_t* parent_list, i
 __global__ void __launch_bounds__(32 * SMALL_WARPS) build_small_tree(
     const int64_t* parent_list, int64_t parent_stride, int parent_count, const int64_t* selected, int64_t selected_stride, const void* lengths, bool wide,
     bool* mask, int64_t mask_size, int64_t* positions, int64_t* index, int64_t* next_token, int64_t* next_sibling, int topk, int depth, int nodes, bool full) {
+    wait_for_earlier();
     __shared__ longlong2 chosen_pairs[SMALL_WARPS][16];  // candidates of the nodes but the root, by warp
     __shared__ int parents[SMALL_WARPS][32], children[SMALL_WARPS][32];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -152,6 +154,7 @@ __global__ void __launch_bounds__(32 * SMALL_WARPS) build_small_tree(
 __global__ void __launch_bounds__(TREE_THREADS) verify_tree_greedy(int* predicts, int64_t predict_count, int* accept_index, int* accept_count,
                                                                    const int64_t* candidates, const int64_t* index, const int64_t* next_token,
                                                                    const int64_t* next_sibling, const int64_t* target, int nodes, int width) {
+    wait_for_earlier();
     extern __shared__ int4 node[];  // [nodes] token, target token, child, sibling, then [nodes] the row: the walk itself then reads no device memory
     int* row_of = reinterpret_cast<int*>(node + nodes);
     const int tid = threadIdx.x;
@@ -198,9 +201,8 @@ extern "C" int aerie_build_tree(const int64_t* parent_list, int64_t parent_strid
     const size_t bytes = variant == 1 ? 0 : (2 * nodes - 1) * sizeof(int64_t) + nodes * sizeof(int);
     const int threads = variant == 1 ? 32 * SMALL_WARPS : nodes >= 32 ? 1024 : 32 * nodes;
     const auto kernel = variant == 1 ? build_small_tree : build_tree;
-    kernel<<<(unsigned)n, threads, bytes, stream>>>(parent_list, parent_stride, (int)parent_count, selected, selected_stride, lengths, lengths64 != 0, mask,
-                                                    mask_size, positions, index, next_token, next_sibling, topk, depth, nodes, full != 0);
-    return cudaGetLastError();
+    return launch(kernel, (unsigned)n, threads, bytes, stream, parent_list, parent_stride, (int)parent_count, selected, selected_stride, lengths, lengths64 != 0, mask, mask_size,
+                  positions, index, next_token, next_sibling, topk, depth, nodes, full != 0);
 }
 
 extern "C" int aerie_verify_tree_greedy(int* predicts, int64_t predict_count, int* accept_index, int* accept_count, const int64_t* candidates,
@@ -209,7 +211,6 @@ extern "C" int aerie_verify_tree_greedy(int* predicts, int64_t predict_count, in
     using namespace aerie;
     if (n == 0) return 0;
     if (nodes < 1 || nodes > MAX_NODES || width < 1 || n > INT32_MAX) return cudaErrorInvalidValue;
-    verify_tree_greedy<<<(unsigned)n, TREE_THREADS, nodes * (sizeof(int4) + sizeof(int)), stream>>>(predicts, predict_count, accept_index, accept_count, candidates, index,
-                                                                                   next_token, next_sibling, target, nodes, width);
-    return cudaGetLastError();
+    return launch(verify_tree_greedy, (unsigned)n, TREE_THREADS, nodes * (sizeof(int4) + sizeof(int)), stream, predicts, predict_count, accept_index, accept_count, candidates,
+                  index, next_token, next_sibling, target, nodes, width);
 }

@@ -15,7 +15,7 @@ PTX = [  # what each PTX statement does, for one thread
 ]  # fmt: skip
 HOST = (  # functions and tables that launch
     r"template <[^>]*>\n(?:int|constexpr Variant) (?:launch_\w+|variant_of)\(.*?\n}\n", r"struct (?:Variant|OnlineVariant) \{.*?\n};\n", r"const (?:Variant|OnlineVariant) \w+\[\] = \{.*?\};\n",
-    r"int (?:prepare|pick|launch|groups)_\w+\(.*?\n}\n", r"inline bool aligned16.*?\n", r"inline int multiprocessors.*?\n}\n", r"template <typename Fits>\nint pick.*?\n}\n",
+    r"template <typename\.\.\. \w+, typename\.\.\. \w+>\nint launch.*?\n}\n", r"int (?:prepare|pick|launch|groups)_\w+\(.*?\n}\n", r"inline bool aligned16.*?\n", r"inline int multiprocessors.*?\n}\n", r"template <typename Fits>\nint pick.*?\n}\n",
 )  # fmt: skip
 
 
