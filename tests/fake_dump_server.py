@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
@@ -27,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 from fake_dump_pool import DumpPool  # noqa: E402  beside this file
 
-FAULTS = ("nan", "inf", "token", "row", "torn", "header", "flip", "rid", "slow", "error", "nodump", "http500", "garbage", "die", "late", "twice", "both", "again")
+FAULTS = ("nan", "inf", "token", "row", "torn", "header", "flip", "rid", "slow", "error", "nodump", "http500", "garbage", "die", "late", "twice", "both", "again", *(CUT := ("close", "reset", "half")), *(ODD := {"list": b"[1]", "null": b"null", "nometa": b'{"meta_info": null}', "word": b'{"meta_info": {"finish_reason": "stop"}}'}))
 ITEM = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}
 STATE = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "fp8": "F8_E4M3"}
 
@@ -195,7 +196,9 @@ class Fake:
             choices = self.choices(known_states(ids, len(self.args.layer_ids), self.args.hidden))
             answer["meta_info"]["input_top_logprobs"] = [None] + [[[-0.1, choices[row], None]] for row in range(start, len(ids) - 1)]
             answer["output_ids"] = [choices[-1]]
-        return 200, json.dumps(answer).encode(), kind == "twice"
+        if kind in ODD:
+            return 200, ODD[kind]
+        return 200, json.dumps(answer).encode(), kind if kind in (*CUT, "twice") else ""
 
 
 def serve(args: argparse.Namespace) -> None:
@@ -209,12 +212,18 @@ def serve(args: argparse.Namespace) -> None:
         def log_message(self, *words: object) -> None:
             pass
 
-        def answer(self, status: int, data: bytes, twice: bool = False) -> None:
+        def answer(self, status: int, data: bytes, how: str = "") -> None:
+            self.close_connection = self.close_connection or how in CUT
+            if how == "reset":
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            if how in ("close", "reset"):
+                self.connection.close()
+                return
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
-            self.wfile.write(data)
-            if twice:
+            self.wfile.write(data[: len(data) // 2] if how == "half" else data)
+            if how == "twice":
                 self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
 
         def do_GET(self) -> None:

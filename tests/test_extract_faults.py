@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from aerie.generate_client import Client, was_closed
+from aerie.generate_client import Client, ServerGone, was_closed
 from aerie.rid import sample_id
 from aerie.samples import Sample
 from aerie.store import Store
@@ -46,6 +47,33 @@ def test_a_closed_idle_connection_is_no_lost_server(fake_run):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert client.request("POST", "/abort_request", {"rid": "x"})[0] == 200
+
+
+@pytest.mark.parametrize("fault", ["close:7", "reset:7", "half:7", "list:5", "null:5", "nometa:5", "word:5"])
+def test_answers_that_are_cut_off_or_of_another_kind(fake_run, fault):
+    """A connection that ends before the answer or in it; answers that are JSON and none of /generate. The last kind is a finish_reason as other versions say it."""
+    run = fake_run(samples=60, extract={"attempts": 6, "proof_samples": 0})
+    run.start_server("--fault", fault)
+    code, out, err = run.extract_here()
+    assert code == 0 and "Traceback" not in err, err
+    assert (run.report()["server_losses"] > 0) == (fault in ("close:7", "reset:7", "half:7")) and (run.report()["retries"] > 0) == (fault in ("list:5", "null:5", "nometa:5"))
+    run.assert_complete()
+
+
+def test_an_answer_of_impossible_length_is_a_lost_server():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999999999999\r\n\r\n{}")
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        with pytest.raises(ServerGone):
+            Client(f"http://127.0.0.1:{listener.getsockname()[1]}", 5.0).request("GET", "/health")
+        thread.join(10)
 
 
 def test_late_dumps_are_swept(fake_run):

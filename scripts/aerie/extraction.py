@@ -25,7 +25,7 @@ from .dumps import DumpError, check_dump, read_dump, read_error, remove_dump
 from .errors import UserError
 from .extract_plan import Job, Plan
 from .final_proof import FinalProof, logprob_request
-from .generate_client import Client, RequestTimeout, ServerGone, error_text
+from .generate_client import Client, RequestTimeout, ServerGone, error_text, read_answer
 from .progress import Progress
 from .rid import new_rid, parse_rid
 from .store import StoreWriter
@@ -281,7 +281,7 @@ class Extraction:
             self.outcome.peak_in_flight = max(self.outcome.peak_in_flight, len(self.live))
         try:
             status, data = client.request("POST", "/generate", body)
-            answer = json.loads(data) if status == 200 else {}
+            answer = read_answer(data) if status == 200 else {}
         except RequestTimeout as exc:
             self._abort(client, rid)
             self._retry(rid, str(exc))
@@ -289,15 +289,13 @@ class Extraction:
         except ServerGone as exc:
             self._lost(client.url, rid, str(exc))
             return
-        except ValueError:
-            self._retry(rid, f"the answer of {client.url} is not JSON: {error_text(data)!r}")
+        except ValueError as exc:
+            self._retry(rid, f"{client.url} {exc}")
             return
         if status >= 500:
             self._refused(client.url, rid, f"{client.url} answered {status}: {error_text(data)}", not_ready=status == 503)
         elif status != 200:
             self._retry(rid, f"{client.url} answered {status}: {error_text(data)}")
-        elif (reason := answer.get("meta_info", {}).get("finish_reason") or {}).get("type") == "abort":
-            self._retry(rid, f"{client.url} aborted the request: {reason.get('message', 'no reason given')}")
         else:
             with self.changed:
                 task.answer, task.answered, task.url = answer, time.monotonic(), client.url

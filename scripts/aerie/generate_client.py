@@ -55,7 +55,7 @@ class Client:
         except (TimeoutError, socket.timeout):
             self.close()
             raise RequestTimeout(f"no answer from {self.url} within {timeout:g} s") from None
-        except (OSError, http.client.HTTPException) as exc:
+        except (OSError, http.client.HTTPException, OverflowError) as exc:  # OverflowError: a length that nothing can have
             self.close()
             raise ServerGone(f"{self.url}: {exc!r}") from None
 
@@ -76,12 +76,24 @@ def was_closed(sock: socket.socket | None) -> bool:
     return bool(poll.poll(0))
 
 
+def read_answer(data: bytes) -> dict[str, Any]:
+    """What /generate said with status 200. Raises ValueError with the end of a sentence about the server: it aborted the request, or that is no such answer."""
+    try:
+        answer = json.loads(data)
+        reason = answer["meta_info"].get("finish_reason")
+    except (ValueError, RecursionError, TypeError, LookupError, AttributeError):
+        raise ValueError(f"gave an answer that /generate never gives: {error_text(data)!r}") from None
+    if isinstance(reason, dict) and reason.get("type") == "abort":
+        raise ValueError(f"aborted the request: {reason.get('message', 'no reason given')}")
+    return answer
+
+
 def error_text(data: bytes) -> str:
     """The message in an error answer, on one line and not endless."""
     try:
         content = json.loads(data)
         error = content.get("error", content)
         text = error.get("message", error) if isinstance(error, dict) else error
-    except (ValueError, AttributeError):
+    except (ValueError, RecursionError, AttributeError):
         text = data.decode("utf-8", errors="replace")
     return " ".join(str(text).split())[:300]
