@@ -8,18 +8,23 @@ processes are not equally fast by themselves.
 """
 
 import argparse
-import signal
+import math
 import sys
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from aerie.capture_bench import BLOCK_S, WIDTH, Load, make_prompts, measure, start
+from aerie.bench_servers import only_benchmark
+from aerie.capture_bench import BLOCK_S, LEAST_PAIRS, WIDTH, Load, longest_prompt, make_prompts, measure, remove_dumps, start
 from aerie.capture_server import check_patch
-from aerie.config import add_config_arguments, config_from_args
-from aerie.errors import EXIT_FAILED, EXIT_INTERRUPTED, UserError, run_main
+from aerie.config import Config, add_config_arguments, config_from_args
+from aerie.errors import EXIT_FAILED, UserError, run_main
 from aerie.report import write_report
 from aerie.servers import dump_dir, has_gpu
+
+MOST_IN_FLIGHT = 4096  # as extract.max_in_flight
 
 
 def main() -> int:
@@ -42,22 +47,21 @@ def main() -> int:
     concurrency = args.concurrency or (config.extract.max_in_flight if gpu else 4)
     if min(requests, tokens, concurrency) < 1:
         raise UserError("--requests, --tokens and --concurrency must be 1 or more")
-    if min(args.seconds, args.limit, args.width, args.block_seconds) < 0:
-        raise UserError("--seconds, --limit, --width and --block-seconds must be 0 or more")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_INTERRUPTED))  # so that the servers end with us
+    if concurrency > MOST_IN_FLIGHT:
+        raise UserError(f"--concurrency {concurrency} must be at most {MOST_IN_FLIGHT}: each is a thread")
+    if not all(value >= 0 for value in (args.seconds, args.limit, args.width, args.block_seconds)):  # NaN is none of these
+        raise UserError("--seconds, --limit, --width and --block-seconds must be numbers, 0 or more")
+    blocks = 2 * (LEAST_PAIRS + 1)
+    if args.block_seconds > max(args.limit / blocks, BLOCK_S) or math.isinf(args.block_seconds):
+        raise UserError(f"--block-seconds {args.block_seconds:g}: {blocks} blocks are the least that is measured, which --limit {args.limit:g} leaves no time for; shorten the blocks or raise --limit")
+    if tokens + tokens // 2 > (longest := longest_prompt(config)):
+        raise UserError(
+            f"--tokens {tokens}: prompts would have up to {tokens + tokens // 2} tokens, and the server takes {longest} (server.args.context-length, max-total-tokens); at most {longest * 2 // 3} fit"
+        )
     load = Load(make_prompts(config, requests, tokens), concurrency, args.seconds, args.limit, args.block_seconds, args.width)
     print(f"{requests} prompts of {load.mean_tokens:.0f} tokens on the mean, {concurrency} in flight", flush=True)
-    plain = None
-    try:
-        if args.plain_server:
-            plain = start(config, False)
-            plain.wait_ready()  # one after the other: each looks at how much memory is free while it starts
-        with start(config, True) as capture:
-            capture.wait_ready()
-            result = measure(config, plain or capture, capture, load)
-    finally:
-        if plain is not None:
-            plain.stop()
+    with only_benchmark(config):
+        result = run(config, load, args.plain_server)
     path = args.report or config.run.root / "bench_capture.json"
     write_report(
         path, config=config.as_dict(), requests=requests, mean_tokens=load.mean_tokens, concurrency=concurrency, plain_server=args.plain_server,
@@ -75,6 +79,20 @@ def main() -> int:
         print(f"{result['failed_requests']} requests failed, the first: {result['problems'][0]}", file=sys.stderr)
         return EXIT_FAILED
     return 0
+
+
+def run(config: Config, load: Load, plain_server: bool) -> dict[str, Any]:
+    """Start the server, or both, measure, end them; nothing stays, however it ends."""
+    with ExitStack() as ends:
+        plain = None
+        if plain_server:
+            plain = ends.enter_context(start(config, False))
+            plain.wait_ready()  # one after the other: each looks at how much memory is free while it starts
+        capture = start(config, True)
+        ends.callback(remove_dumps, config)  # when the server has ended
+        ends.enter_context(capture)
+        capture.wait_ready()
+        return measure(config, plain or capture, capture, load)
 
 
 if __name__ == "__main__":

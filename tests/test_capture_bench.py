@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -9,12 +10,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 from aerie import capture_bench
+from aerie.bench_servers import only_benchmark
 from aerie.capture_loop import Block, Mark
-from aerie.config import load_config
+from aerie.config import Config, load_config
+from aerie.errors import UserError
+from aerie.paths import ROOT
 from aerie.processor_time import processor_time
 from aerie.servers import CAPTURE_OFF, dump_dir, server_env
 from cpu_tools import write_config
@@ -118,3 +123,73 @@ def test_processor_time_tells_who_worked() -> None:
         os.killpg(group.pid, signal.SIGKILL)
     assert found["forward"] >= 0.2 and found["writer"] >= 0.2 and found["server"] >= found["forward"] + found["writer"] and found["forward_wait"] >= 0.0
     assert found["machine"] > 0 and found["client"] > 0
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """bench_capture.py as a module; its command line names a config whose context is 2048 tokens."""
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 50, "max_position_embeddings": 4096}))
+    spec = importlib.util.spec_from_file_location("bench_capture", ROOT / "scripts" / "bench_capture.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "check_patch", lambda: None)
+    monkeypatch.setattr(module, "has_gpu", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["bench_capture.py", "--config", str(write_config(tmp_path / "c.toml", tmp_path, [1, 2, 3])), "--run", f"bench-{tmp_path.name}"[:48]])
+    return module
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    ("--concurrency 5000", "at most 4096"), ("--concurrency -1", "1 or more"), ("--seconds nan", "must be numbers"), ("--limit nan", "must be numbers"), ("--width -1", "0 or more"),
+    ("--block-seconds inf", "shorten the blocks"), ("--block-seconds 40", "shorten the blocks"), ("--tokens 100000000", "the server takes 2040"), ("--tokens 1400", "at most 1360 fit"),
+])  # fmt: skip
+def test_what_cannot_be_measured_is_refused_before_a_server_starts(script: ModuleType, monkeypatch: pytest.MonkeyPatch, words: str, said: str) -> None:
+    monkeypatch.setattr(sys, "argv", [*sys.argv, *words.split()])
+    monkeypatch.setattr(script, "start", lambda *_: pytest.fail("a server was started"))
+    with pytest.raises(UserError, match=said):
+        script.main()
+
+
+class Started:
+    """A server that was started and writes a dump that nobody takes."""
+
+    def __init__(self, config: Config):
+        self.config, self.ended = config, False
+
+    def wait_ready(self) -> None:
+        folder = dump_dir(self.config)
+        folder.mkdir(parents=True)
+        rid = f"aerie.{self.config.run.name}.{'0' * 16}.{'0' * 8}.9"
+        for name in (f"{rid}.safetensors", f"{rid}.error", f"aerie.other.{'0' * 16}.{'0' * 8}.9.safetensors", "capture.7.json"):
+            (folder / name).touch()
+
+    def stop(self) -> None:
+        self.ended = True
+
+    def __enter__(self) -> Started:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_leaves_no_server_and_no_dumps(script: ModuleType, monkeypatch: pytest.MonkeyPatch, sign: int) -> None:
+    """SIGHUP comes when the terminal is closed."""
+    servers: list[Started] = []
+    monkeypatch.setattr(script, "start", lambda config, capture: servers.append(Started(config)) or servers[-1])
+    monkeypatch.setattr(script, "measure", lambda *_: signal.raise_signal(sign) or pytest.fail("it went on"))
+    handler = signal.signal(signal.SIGHUP, signal.default_int_handler)  # not ignored, as under nohup
+    try:
+        with pytest.raises(KeyboardInterrupt if sign == signal.SIGINT else SystemExit):
+            script.main()
+    finally:
+        signal.signal(signal.SIGHUP, handler)
+    (server,) = servers
+    assert server.ended and sorted(path.name.split(".")[1] for path in dump_dir(server.config).iterdir()) == ["7", "other"]
+
+
+def test_a_second_benchmark_of_the_run_touches_nothing(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script, "start", lambda *_: pytest.fail("a server was started"))
+    config = load_config(sys.argv[2], sys.argv[4])
+    with only_benchmark(config), pytest.raises(UserError, match="another benchmark of run"):
+        script.main()

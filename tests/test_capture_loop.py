@@ -26,7 +26,8 @@ class OneAtATime:
 
     def __init__(self, folder: Path, loops: list[Loop], cost: float = 1.25, dumps: bool = True):
         self.folder, self.loops, self.cost, self.dumps = folder, loops, cost, dumps
-        self.now = 0.0
+        self.now, self.answer, self.living = 0.0, b'{"meta_info": {}}', True
+        self.batch = 1  # requests that are answered at the same time
         self.names: list[tuple[str, int]] = []
         self.waiting: queue.Queue[tuple[dict[str, Any], threading.Event]] = queue.Queue()
         server = self
@@ -39,8 +40,9 @@ class OneAtATime:
                 server.waiting.put((body, done))
                 done.wait(30)
                 self.send_response(200 if server.cost else 500)
-                self.send_header("Content-Length", "0")
+                self.send_header("Content-Length", str(len(server.answer)))
                 self.end_headers()
+                self.wfile.write(server.answer)
 
             def log_message(self, *words: Any) -> None:
                 pass
@@ -50,6 +52,12 @@ class OneAtATime:
         self.url, self.record, self.log = f"http://127.0.0.1:{self.http.server_address[1]}", {"pid": os.getpgid(0)}, "its log"
         for work in (self.http.serve_forever, self.serve):
             threading.Thread(target=work, daemon=True).start()
+
+    def alive(self) -> bool:
+        return self.living
+
+    def state(self) -> str:
+        return "died: killed by signal 9"
 
     def serve(self) -> None:
         while True:
@@ -63,7 +71,8 @@ class OneAtATime:
                 continue
             ours = parse_rid(body["rid"]) is not None
             self.names.append((body["rid"], len(body["input_ids"])))
-            self.now += len(body["input_ids"]) * (self.cost if ours else 1.0)
+            if len(self.names) % self.batch == 1 % self.batch:
+                self.now += len(body["input_ids"]) * (self.cost if ours else 1.0)
             dump = self.folder / f"{body['rid']}.safetensors"
             if ours and self.dumps and self.cost:
                 dump.write_bytes(b"states")
@@ -108,11 +117,11 @@ def test_blocks_take_turns_without_a_break_and_are_told_apart_by_number(server: 
 
 
 def measured(server: OneAtATime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> dict[str, Any]:
-    config = SimpleNamespace(run=SimpleNamespace(root=tmp_path))
+    config = SimpleNamespace(run=SimpleNamespace(root=tmp_path, name="measured"))
     monkeypatch.setattr(capture_bench, "dump_dir", lambda config: tmp_path)
     monkeypatch.setattr(capture_bench, "server_args", lambda config, mode: {"chunked-prefill-size": 4})
     monkeypatch.setattr(capture_bench.time, "sleep", lambda seconds, sleep=time.sleep: sleep(min(seconds, 0.01)))
-    return capture_bench.measure(config, server, server, capture_bench.Load(PROMPTS, 3, **{"seconds": 0.0, "block_s": 60.0, "width": 0.0} | more), lambda text: None)
+    return capture_bench.measure(config, server, server, capture_bench.Load(**{"prompts": PROMPTS, "concurrency": 3, "seconds": 0.0, "block_s": 60.0, "width": 0.0} | more), lambda text: None)
 
 
 def test_the_ratio_is_that_of_tokens_a_second(server: OneAtATime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +159,7 @@ def test_a_plain_server_alone(server: OneAtATime, tmp_path: Path) -> None:
 
 def test_failures_end_it_with_their_reason(server: OneAtATime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server.cost = 0.0
-    with pytest.raises(capture_bench.UserError, match="12 of 12 requests to http.* failed, the first: . tokens: status 500"):
+    with pytest.raises(capture_bench.UserError, match=r"(\d+) of \1 requests to http.* failed, the first: . tokens: status 500"):
         measured(server, tmp_path, monkeypatch)
     with pytest.raises(capture_bench.UserError, match="status 500"):
         capture_bench.plain_rate(server, capture_bench.Load(PROMPTS, 3, 30.0))
@@ -162,6 +171,62 @@ def test_a_dump_that_is_dropped_or_never_comes_is_a_problem(server: OneAtATime, 
     loop = Loop(server, server, PROMPTS, 3, tmp_path)
     loop.run(iter([Block(True, [0, 1])]))
     assert len(loop.problems) == 2 and "no dump after" in loop.problems[0]
+
+
+def test_an_aborted_request_is_a_problem_and_its_dump_is_not_waited_for(server: OneAtATime, tmp_path: Path) -> None:
+    server.answer = b'{"meta_info": {"finish_reason": {"type": "abort", "message": "by another client"}}}'
+    server.dumps = False
+    loop = Loop(server, server, PROMPTS, 3, tmp_path)
+    loop.run(iter([Block(True, [0, 1])]))
+    assert len(loop.problems) == 2 and "the server aborted the request: by another client" in loop.problems[0] and not loop.due
+
+
+def test_a_dead_server_is_called_dead(server: OneAtATime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.cost, server.living = 0.0, False
+    with pytest.raises(capture_bench.UserError, match="status 500: .*; the server died: killed by signal 9 .see its log"):
+        measured(server, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("held_back", [False, True])
+def test_a_dump_folder_that_is_removed_ends_the_loop(server: OneAtATime, tmp_path: Path, held_back: bool) -> None:
+    """Also while all senders wait for a dump."""
+    folder, server.dumps = tmp_path / "dumps", False
+    folder.mkdir()
+    loop = Loop(server, server, PROMPTS, 3, folder)
+    found: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            loop.run(iter([Block(True, [0] * 200)]))
+        except BaseException as exc:
+            found.append(exc)
+
+    done = threading.Thread(target=run, daemon=True)
+    done.start()
+    deadline = time.monotonic() + 30
+    while (loop.held_back < 3 if held_back else not loop.ended) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    folder.rmdir()
+    done.join(30)
+    assert not done.is_alive() and isinstance(found[0], capture_bench.UserError) and f"the folder {folder}" in str(found[0])
+
+
+def test_what_the_plan_raises_ends_the_loop(server: OneAtATime, tmp_path: Path) -> None:
+    """It says how far it is in a sender's thread, and standard output may be closed: `bench_capture.py | head`."""
+
+    def plan() -> Iterator[Block]:
+        yield Block(False, [0, 1])
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        Loop(server, server, PROMPTS, 3, tmp_path).run(plan())
+
+
+def test_one_prompt_does_not_make_the_warm_up_endless(server: OneAtATime, loops: list[Loop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of fewer requests than are in flight end together: no time passed between them (on a real clock so little that the next blocks held 150,000 requests)."""
+    server.batch = 3
+    found = measured(server, tmp_path, monkeypatch, prompts=PROMPTS[:1], block_s=10.0, limit_s=0.0)
+    assert found["pairs"] >= capture_bench.LEAST_PAIRS and max(len(block.prompts) for loop in loops for block in loop.blocks) < 200
 
 
 def test_senders_wait_when_dumps_do_not_come(server: OneAtATime, tmp_path: Path) -> None:

@@ -89,9 +89,9 @@ def in_turn(groups: Iterable[list[Item]], count: int) -> list[Item]:
     return mixed[:count]
 
 
-def longest_context(config: Config) -> int:
+def longest_context(config: Config, mode: str = "serving") -> int:
     """Tokens a request may have on this config's servers, prompt and answer together."""
-    return option_number(server_args(config, "serving"), "context-length", default=0) or context_length(text_config(read_model_config(config.model_path)))
+    return option_number(server_args(config, mode), "context-length", default=0) or context_length(text_config(read_model_config(config.model_path)))
 
 
 def render_set(config: Config, name: str, items: list[Item]) -> PromptSet:

@@ -21,11 +21,13 @@ from typing import Any, Callable, Iterator, Sequence
 import numpy as np
 
 from . import dumps
+from .bench_prompts import longest_context
 from .capture_loop import END, TOO_MANY, Block, Loop
 from .config import Config
 from .errors import UserError
 from .identity import read_model_config, text_config
 from .paths import RunPaths
+from .rid import parse_rid
 from .servers import CAPTURE_OFF, Server, dump_dir, option_number, server_args
 
 BLOCK_S, LONG_S = 0.4, 1.5  # seconds of a block, and of one in the warm-up
@@ -72,6 +74,18 @@ def make_prompts(config: Config, count: int, tokens: int) -> list[np.ndarray]:
     generator = np.random.default_rng(0)
     lengths = generator.integers(max(tokens // 2, 2), tokens + tokens // 2 + 1, count)
     return [generator.integers(0, vocab, int(length)).astype(np.int32) for length in lengths]
+
+
+def longest_prompt(config: Config) -> int:
+    """Tokens of a prompt that the extraction server still takes."""
+    return int(min(longest_context(config, "extraction"), option_number(server_args(config, "extraction"), "max-total-tokens", default=math.inf))) - 8
+
+
+def remove_dumps(config: Config) -> None:
+    """What a benchmark that was interrupted, or requests that failed, left in the dump folder; its server has ended."""
+    for path in dump_dir(config).glob(f"aerie.{config.run.name}.*"):
+        if parse_rid(path.stem) is not None:
+            path.unlink(missing_ok=True)
 
 
 def counters(folder: Path) -> dict[str, float]:
@@ -175,12 +189,13 @@ def measure(config: Config, plain: Server, capture: Server, load: Load, say: Cal
     overlap = 2 * (batch if plain is capture else load.concurrency)  # two servers work side by side until the first has answered what it has
 
     def loop() -> Loop:
-        return Loop(plain, capture, load.prompts, load.concurrency, folder)
+        return Loop(plain, capture, load.prompts, load.concurrency, folder, config.run.name)
 
     def requests(seconds: float) -> int:
         return max(math.ceil(seconds * rate), MIN_BATCHES * batch, 3 * overlap)
 
-    first = timed(loop(), iter([Block(kind, range(len(load.prompts))) for kind in (False, True, True)]))  # kernels are compiled in the first ones
+    some = some_prompts(load, 0, max(len(load.prompts), 4 * load.concurrency))  # fewer than are in flight would end together, which says nothing of the rate
+    first = timed(loop(), iter([Block(kind, some) for kind in (False, True, True)]))  # kernels are compiled in the first ones
     rate = len(first[-1].prompts) / first[-1].whole_seconds  # requests a second
     time.sleep(2.5)  # the counters' file follows within two seconds
     before, warm_loop = counters(folder), loop()
@@ -226,8 +241,9 @@ def timed(work: Loop, blocks: Iterator[Block]) -> list[Block]:
     """Run a loop. Raises UserError when most of its requests fail, or so many that it gave up."""
     found = work.run(blocks)
     if len(work.problems) >= TOO_MANY or 2 * len(work.problems) >= work.ended:
-        server = work.servers[True]
-        raise UserError(f"{len(work.problems)} of {work.ended} requests to {server.url} failed, the first: {work.problems[0]} (see {server.log})")
+        server = next((server for server in work.servers.values() if not server.alive()), work.servers[True])
+        state = "" if server.alive() else f"; the server {server.state()}"
+        raise UserError(f"{len(work.problems)} of {work.ended} requests to {server.url} failed, the first: {work.problems[0]}{state} (see {server.log})")
     return found
 
 

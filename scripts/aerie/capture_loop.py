@@ -13,7 +13,8 @@ import numpy as np
 
 from .dump_file import remove_dump
 from .dumps import read_error
-from .generate_client import Client
+from .errors import UserError
+from .generate_client import Client, error_text, read_answer
 from .processor_time import group_folders, processor_time
 from .rid import new_rid, sample_id
 from .servers import Server
@@ -86,8 +87,8 @@ class Loop:
     our names are under way or wait for their dump, the next one waits (`held_back` counts that: then the writing decides the rate).
     """
 
-    def __init__(self, plain: Server, capture: Server, prompts: Sequence[np.ndarray], concurrency: int, folder: Path, timeout_s: float = 300.0):
-        self.servers, self.concurrency, self.folder, self.timeout_s = {False: plain, True: capture}, concurrency, folder, timeout_s
+    def __init__(self, plain: Server, capture: Server, prompts: Sequence[np.ndarray], concurrency: int, folder: Path, run_name: str = "bench", timeout_s: float = 300.0):
+        self.servers, self.concurrency, self.folder, self.run_name, self.timeout_s = {False: plain, True: capture}, concurrency, folder, run_name, timeout_s
         self.ids = [ids.tolist() for ids in prompts]
         self.samples = [sample_id(ids, np.zeros(len(ids), np.uint8)) for ids in prompts]
         self.clock: Callable[[], float] = time.perf_counter
@@ -98,17 +99,30 @@ class Loop:
         self.due: dict[str, float] = {}  # answered requests whose dump has not been seen, and when they were answered
         self.lags: list[float] = []  # seconds from an answer to its dump
         self.problems: list[str] = []
+        self.fatal: BaseException | None = None  # what a thread raised: the end
 
     def run(self, plan: Iterator[Block]) -> list[Block]:
-        """Send what `plan` yields, which is asked for the next block when all of the last one is sent; returns the blocks that ended."""
+        """Send what `plan` yields, which is asked for the next block when all of the last one is sent; returns the blocks that ended.
+
+        Raises what `plan` raises, and UserError where the dump folder cannot be read.
+        """
         self.todo = self._requests(plan)
         self.senders = self.concurrency
-        threads = [threading.Thread(target=self._send, daemon=True) for _ in range(self.concurrency)] + [threading.Thread(target=self._collect, daemon=True)]
+        threads = [threading.Thread(target=self._guard, args=(work,), daemon=True) for work in (*[self._send] * self.concurrency, self._collect)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
+        if self.fatal is not None:
+            raise self.fatal
         return [block for block in self.blocks if block.ended]
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        """A thread's life: what it raises ends the others too."""
+        try:
+            work()
+        except BaseException as exc:
+            self.fatal = self.fatal or exc
 
     def _requests(self, plan: Iterator[Block]) -> Iterator[tuple[Block, int]]:
         sent = 0
@@ -122,7 +136,7 @@ class Loop:
 
     def _next(self) -> tuple[Block, int] | None:
         with self.lock:
-            return next(self.todo, None) if len(self.problems) < TOO_MANY else None
+            return next(self.todo, None) if len(self.problems) < TOO_MANY and self.fatal is None else None
 
     def _send(self) -> None:
         clients = {server.url: Client(server.url, self.timeout_s) for server in self.servers.values()}
@@ -139,17 +153,23 @@ class Loop:
                 client.close()
 
     def _ask(self, client: Client, idle: bool, block: Block, place: int) -> None:
-        rid = str(new_rid("bench", self.samples[place], len(self.ids[place])))
+        rid = str(new_rid(self.run_name, self.samples[place], len(self.ids[place])))
         if block.capture and not self.room.acquire(blocking=False):
             self.held_back += 1
-            self.room.acquire()
+            while not self.room.acquire(timeout=1.0):
+                if self.fatal is not None:
+                    return
             idle = True
         body = {"rid": rid if block.capture else f"plain-{rid[-20:]}", "input_ids": self.ids[place], "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
         if idle:
             client.close()
         try:
             status, data = client.request("POST", "/generate", body)
-            problem = "" if status == 200 else f"status {status}: {data[:200]!r}"
+            problem = "" if status == 200 else f"status {status}: {error_text(data)}"
+            if not problem:
+                read_answer(data)  # an aborted request gets no dump
+        except ValueError as exc:
+            problem = f"the server {exc}"
         except Exception as exc:
             problem = str(exc)
         self._over(block, place, rid, problem)
@@ -180,9 +200,12 @@ class Loop:
         while True:
             with self.lock:
                 due, senders = dict(self.due), self.senders
-            if not due and not senders:
+            if not due and not senders or self.fatal is not None:
                 return
-            present = set(os.listdir(self.folder)) if due else set()
+            try:
+                present = set(os.listdir(self.folder)) if due else set()
+            except OSError as exc:
+                raise UserError(f"the folder {self.folder}, into which the server writes its dumps, can no longer be read: {exc.strerror}; run again, and leave it alone meanwhile") from None
             now = self.clock()
             for rid, answered in due.items():
                 if f"{rid}.safetensors" in present:
