@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Callable
 
@@ -72,6 +73,20 @@ def call(log: Path, command: list[str], seconds: float) -> dict[str, Any]:
     if code != 0:
         raise RuntimeError(f"exit code {code}: {text[-700:]}")
     return {"last": text.strip().splitlines()[-1][:150]}
+
+
+def kill_tree(pid: int) -> None:
+    """SIGKILL for a process and everything below it, also what has a session of its own."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    tree = [pid]
+    for each in tree:
+        tree += [child for child, parent in parents.items() if parent == each]
+    for each in tree:
+        with suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
 
 
 def make(out: Path, target: str, config: Path, run: str, seconds: float) -> dict[str, Any]:

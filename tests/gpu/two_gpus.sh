@@ -14,10 +14,14 @@ export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVL
 work=${WORK:-/tmp/two_gpus}; mkdir -p "$work/$what"; cd "$root" || exit 2
 keep() { cp "$work/$what"/*/two_*.json "$out/" 2>/dev/null; (cd "$work/$what" && find . -name '*.log' -o -name 'bench-*.json' -o -name '*.toml' | tar czf "$out/logs-$what.tar.gz" -T -); }
 trap keep EXIT
-part() {  # LIMIT REST COMMAND...: no longer than LIMIT seconds, nor past DEADLINE seconds of the whole call; REST before that the command begins nothing new
+ended() { trap '' INT TERM HUP; kill $(jobs -p) 2>/dev/null; wait; exit 130; }  # the parts hear of it alone through us, and end their servers
+trap ended INT TERM HUP
+part() {  # always in the background. LIMIT REST COMMAND...: no longer than LIMIT seconds, nor past DEADLINE seconds of the whole call; REST before that the command begins nothing new
   local limit=$1 rest=$2 start=$SECONDS left=$((${DEADLINE:-560} - SECONDS)) code=0; shift 2
   [ "$left" -ge "$limit" ] || limit=$((left > 1 ? left : 1))
-  timeout -k 25 "$limit" "$@" --seconds $((limit > rest ? limit - rest : 1)) || code=$?
+  timeout -k 25 "$limit" "$@" --seconds $((limit > rest ? limit - rest : 1)) & child=$!
+  trap 'kill "$child" 2>/dev/null' TERM
+  while code=0; wait "$child" || code=$?; kill -0 "$child" 2>/dev/null; do :; done
   echo "== $(basename "$2") exit $code, $((SECONDS - start)) s, $SECONDS s in all"
 }
 case $what in
@@ -32,14 +36,15 @@ servers)  # a server's first prefill on a fresh machine compiles for two minutes
   wait "$extract"; touch "$go"; wait "$capture"
   ;;
 training)
-  part "${TRAIN_S:-500}" 40 "$PY" "$here/two_train.py" "$work/training/train" --skip chain
+  part "${TRAIN_S:-500}" 40 "$PY" "$here/two_train.py" "$work/training/train" --skip chain &
+  wait
   ;;
 stream)
   [ -n "${QUICK:-}" ] || scripts/00_apply_patch.sh
   part "${CHAIN_S:-240}" 40 "$PY" "$here/two_train.py" "$work/stream/chain" --parts chain & chain=$!
   [ -z "${QUICK:-}" ] || wait "$chain"
-  part "${STREAM_S:-520}" 40 "$PY" "$here/two_stream.py" "$work/stream/stream"
-  wait "$chain"
+  part "${STREAM_S:-520}" 40 "$PY" "$here/two_stream.py" "$work/stream/stream" &
+  wait
   ;;
 *) echo "error: $what is none of servers, training, stream" >&2; exit 2 ;;
 esac

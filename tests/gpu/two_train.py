@@ -26,7 +26,7 @@ from aerie.config import Config, load_config  # noqa: E402
 from aerie.gpus import torchrun  # noqa: E402
 from aerie.tiny import CONFIGS, make_tiny  # noqa: E402
 from cpu_tools import write_config  # noqa: E402
-from gpu_parts import Parts, begin  # noqa: E402
+from gpu_parts import Parts, begin, kill_tree  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from train_runs import SCRIPT, write_run  # noqa: E402
 
@@ -44,8 +44,10 @@ LIVE: set[subprocess.Popen] = set()
 
 
 def end(process: subprocess.Popen) -> None:
-    """Nothing of its group is left."""
+    """Nothing of its group is left, and of what it started: torchrun's workers have sessions of their own, and hold their GPUs long after it was killed."""
     LIVE.discard(process)
+    if process.poll() is None:
+        kill_tree(process.pid)
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
