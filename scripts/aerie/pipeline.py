@@ -17,10 +17,11 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterator
+from typing import Iterator, Sequence
 
 from .config import Config
 from .errors import UserError
+from .inputs import input_files
 from .paths import ROOT, lock_folder, resolve_input
 from .report import read_report, write_json
 from .servers import make_room
@@ -41,7 +42,7 @@ class Step:
     flags: tuple[str, ...] = ()
 
 
-DATA = Step("data", "02a_prepare_data.py", ("target", "data", "draft"), "data/report.json", needs="extraction")
+DATA = Step("data", "02a_prepare_data.py", ("target", "data", "draft"), "data/report.json", needs="extraction", flags=("--start-server",))
 APART = (
     Step("extract", "02b_extract_hidden_states_sglang.py", ("target", "extract"), "store/report.json", needs="extraction", flags=("--start-server",)),
     Step("train", "03_train.py", ("target", "draft", "train"), "drafter/report.json"),
@@ -140,6 +141,11 @@ class Pipeline:
         same = all(json.dumps(then.get(name), sort_keys=True) == json.dumps(sections[name], sort_keys=True, default=str) for name in step.sections)
         return same and not report.get("sweep") and report.get("prompt_sets", [self.config.bench.prompts]) == [self.config.bench.prompts]
 
+    def refuse_missing_chats(self, steps: Sequence[Step]) -> None:
+        """Raise UserError where data is still to be made and a file of data.inputs is not there, not readable or empty: before a server is started for it."""
+        if DATA in steps and not self.is_done(DATA):
+            input_files(self.config)
+
     def run(self, names: list[str] | None = None) -> dict[str, float]:
         """Run the steps (all when `names` is None); returns seconds by step, 0 for one that was done. Raises UserError for a step that this run has not."""
         seconds: dict[str, float] = {}
@@ -147,6 +153,7 @@ class Pipeline:
         if wrong := [name for name in names or () if name not in own]:
             raise UserError(f"--steps {' '.join(wrong)}: with extract.keep_gb = {self.config.extract.keep_gb:g} the steps of this run are {' '.join(own)}")
         steps = [step for step in self.steps if names is None or step.name in names]
+        self.refuse_missing_chats(steps)
         for number, step in enumerate(steps, 1):
             later_done = step.name in ("check", "serve") and self.is_done(self.steps[-1])
             if self.is_done(step) or later_done:

@@ -24,7 +24,7 @@ from .chats import BadRow, Chat, read_rows
 from .config import Config
 from .errors import UserError
 from .identity import model_hash
-from .paths import resolve_input
+from .inputs import input_files
 from .progress import Progress
 from .render import MASK_RULE, ChatTokenizer, Turn, rows_of, supervised_predictions
 from .rid import sample_id
@@ -50,9 +50,7 @@ class Preparation:
 
     def __init__(self, config: Config, regenerate: bool):
         self.config, self.regenerate = config, regenerate
-        self.inputs = [resolve_input(name) for name in config.data.inputs]
-        if not self.inputs:
-            raise UserError(f"{config.path}: data.inputs names no file; name files of chats (JSONL or JSON)")
+        self.inputs = input_files(config)
         self.folder = config.run.data
         self.counts: Counter[str] = Counter()
         self.seconds: dict[str, float] = {}

@@ -85,6 +85,21 @@ def check_ports(facts: Facts) -> Iterator[Result]:
             yield Result(False, f"port {port}", f"{problem} ({what})", f"--set {key}=N chooses another port")
 
 
+def check_chats(facts: Facts) -> Iterator[Result]:
+    """What `make data` will read, where this run has no data yet."""
+    if not facts.config or (facts.config.run.data / "report.json").is_file():
+        return
+    from ..inputs import input_files
+
+    try:
+        files = input_files(facts.config)
+    except UserError as exc:
+        problem, _, todo = str(exc).partition("; ")
+        yield Result(False, "chats (data.inputs)", problem, todo)
+        return
+    yield Result(True, "chats (data.inputs)", f"{len(files)} file{'s' if len(files) != 1 else ''}, {sum(path.stat().st_size for path in files) / 1e6:,.1f} MB")
+
+
 def safetensors_problem(path: Path) -> str:
     """Empty when the file is as long as its own header says; reads the header alone."""
     try:
@@ -144,4 +159,4 @@ def check_model(facts: Facts) -> Iterator[Result]:
         yield Result(False, "tokenizer", "is Python code in the model's folder", "read it, then set target.trust_remote_code = true")
 
 
-CHECKS = (check_memory, check_space, check_limits, check_ports, check_model)
+CHECKS = (check_memory, check_space, check_limits, check_ports, check_chats, check_model)
