@@ -319,10 +319,10 @@ __global__ void __launch_bounds__(THREADS, PER_SM) drafter_input_backward_split(
     for (int s = 0; s < STAGES - 1; s++) request(s, row + s * step, sources[s]);
     __syncthreads();  // partial is zero
     for (; row < n; row += step, stage = stage + 1 == STAGES ? 0 : stage + 1, turn ^= 1) {
+        wait_group<STAGES - 2>();
         request(stage == 0 ? STAGES - 1 : stage - 1, row + (STAGES - 1) * step, sources[STAGES - 1]);
         const bool inside = sources[0] != nullptr;
         const __nv_bfloat16* after = row_source(row + STAGES * step);  // an id read now is there when it is needed
-        wait_group<STAGES - 1>();
         float square = 0.f, dot = 0.f;
 #pragma unroll
         for (int c = 0; c < CH; c++) {
