@@ -429,7 +429,7 @@ Plan split() {
 // Backward by number.
 Plan plan_of(int64_t h, int variant) {
     if (variant == 1) return h <= 4096 ? Plan{drafter_input_backward_whole<2, 2>, GROUP, 2 * 4 * 2 * GROUP * 16, 1, 1, MAX_GROUPS} : Plan{};
-    if (h <= 4096) return split<256, 2, 3, 3>();
+    if (h <= 4096) return split<256, 2, 4, 2>();
     if (h <= 7168) return split<448, 2, 2, 2>();
     return h <= 12288 ? split<384, 4, 1, 2>() : Plan{};
 }
