@@ -7,6 +7,7 @@
 # Python: PY (with SGLang and CUDA torch). OUT gets few files: the JSON of each script, and the logs as one archive.
 # QUICK=1 (a CPU): SGLang is left as it is, no two parts at once, DEADLINE=3000 gives them time.
 set -u
+case ${1:-} in -h | --help) sed -n '2,8s/^# \?//p' "$0"; exit ;; esac
 usage="usage: two_gpus.sh servers|training|stream OUT"
 what=${1:?$usage}; out=$(mkdir -p "${2:?$usage}" && cd "$2" && pwd)
 root=$(cd "$(dirname "$0")/../.." && pwd); here=$root/tests/gpu; export PY=${PY:-python3} PYTHONUNBUFFERED=1
