@@ -54,10 +54,7 @@ BLOCK_BYTES = 1 << 20  # summed, and written while it is in the core's cache
 ALIGN = 256  # bytes; every tensor in the ring starts at a multiple
 IDLE_S = 0.02  # how often finished copies are looked for while no forward does it
 BUSY_S = 0.035  # a forward that looked so short a time ago is left alone with it: a second thread takes Python's lock from it each time
-STEADY_S = 0.05  # forwards that follow each other so fast put it off for PUT_OFF_S, every second or third of them alone
-PUT_OFF_S = 0.105
 LOOK_S = 1.0  # but so often the second thread looks in any case
-UNHEARD = 6  # jobs without an answer: when there are so many, or half of the ring is in use, a forward reads the answers
 PAUSE_S = 0.003  # so often the writing process looks for messages while they come
 ALERT_S = 0.1  # and for so long after the last one; then it sleeps until there is one, which costs the forward thread the waking
 READY_S = 120.0  # a server that starts waits so long for its writing process
@@ -297,14 +294,6 @@ class Ring:
             self._blocks.append(block)
             return block
 
-    def crowded(self) -> bool:
-        """Whether more than half of it cannot be handed out now."""
-        with self._lock:
-            if not self._blocks:
-                return False
-            head, tail = self._blocks[-1][1], self._blocks[0][0]
-            return 2 * (head - tail if head > tail else head - tail + self.size) > self.size
-
     def give_back(self, block: list) -> None:
         with self._lock:
             block[2] = True
@@ -442,9 +431,8 @@ class Writer:
     """The server's end of writing: what is on its way through the ring, and the process that makes files of it.
 
     put() and pump() wait for nothing, so the forward thread may call them. What the process answers (blocks that are free again, counts, dumps that failed) is
-    read there too, when there may be much of it; a thread, the courier, looks while no forward does, every IDLE_S seconds as long as something is under way.
-    When the process ends, what it had begun fails with its reason and another one starts, at most one a second; while they cannot even start, after pauses that
-    grow to RETRY_S. Raises HiddenStateDumpError when the first one cannot start.
+    read there too; a thread, the courier, looks while no forward does, every IDLE_S seconds as long as something is under way. When the process ends, what it had begun fails with its reason and
+    another one starts, at most one a second; while they cannot even start, after pauses that grow to RETRY_S. Raises HiddenStateDumpError when the first one cannot start.
     """
 
     def __init__(self, settings: Settings, metadata: dict[str, str], ring: Ring, counters: Counters, process: bool = True):
@@ -460,7 +448,6 @@ class Writer:
         self.over = False
         self.alarm = Alarm()  # when the courier looks
         self.next_look = 0.0  # past this time forwards put it off no longer
-        self.last_put = self.quiet = 0.0  # when the latest job came; the courier sleeps until then, unless it is 0
         self.events: deque[tuple[Any, Any]] = deque()  # pairs of CUDA events to be used again: making one costs more than recording it
         self.link: socket.socket | None = None
         self.unsent, self.received = bytearray(), bytearray()
@@ -484,12 +471,8 @@ class Writer:
         self.waiting.append(job)
         if job.event is None:  # else they have only just begun
             self.pump()
-        now = time.monotonic()
-        if self.link is not None and now < self.next_look and self.quiet < now + BUSY_S:
-            seconds = PUT_OFF_S if now - self.last_put < STEADY_S else BUSY_S
-            self.quiet = now + seconds  # then the alarm, in the courier the other way round: so it never rings later than this says
-            self.alarm.set(seconds)
-        self.last_put = now
+        if self.link is not None and time.monotonic() < self.next_look:
+            self.alarm.set(BUSY_S)
 
     def fail(self, dump: Dump, reason: str) -> None:
         """Drop a dump and say why in `<rid>.error` (an empty reason: without one). Never raises.
@@ -502,16 +485,15 @@ class Writer:
             return
         self.put(Job(failed=dump, reason=reason))
 
-    def pump(self, wait: bool = False, hear: bool = False) -> None:
-        """Hand over the jobs whose copies are done; read the answers when there may be many, with `wait` or `hear` always. `wait`: for another thread that does so."""
+    def pump(self, wait: bool = False) -> None:
+        """Hand over the jobs whose copies are done, read the answers. With `wait` another thread that does so is waited for."""
         if not self.lock.acquire(blocking=wait):
             return
         try:
             self._collect()
             if self.link is not None:
                 self._send()
-                if wait or hear or len(self.sent) >= UNHEARD or self.failing or self.ring.crowded():
-                    self._receive()
+                self._receive()
         except (OSError, EOFError):
             self._hang_up()
         except Exception:
@@ -664,7 +646,6 @@ class Writer:
                 return
             self.next_look = time.monotonic() + LOOK_S
             self.alarm.set(LOOK_S)  # before anything is looked at: what a forward sets meanwhile stays
-            self.quiet = 0.0
             try:
                 ended = self.process is not None and self.process.poll() is not None  # noticed also while nothing is written
                 self.pump(wait=True)
@@ -1132,7 +1113,7 @@ class Capture:
         _, starts, size = self.laid
         block = self.writer.ring.take(size)
         if block is None:
-            self.writer.pump(hear=True)  # what the process has written since
+            self.writer.pump()  # what the process has written since
             block = self.writer.ring.take(size)
         if block is None:
             self.writer.counters.add(dropped=len(kept))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import ctypes
 import importlib
 import json
-import math
 import os
 import re
 import select
@@ -16,7 +14,6 @@ import subprocess
 import sys
 import threading
 import time
-import types
 from pathlib import Path
 from typing import Any, Callable, Iterator
 
@@ -711,21 +708,7 @@ def test_ring_never_hands_out_the_same_bytes_twice() -> None:
             held.append(block)
     for block in held:
         ring.give_back(block)
-    assert not ring.crowded() and ring.take(1000) is not None and ring.take(1) is None and ring.crowded()
-
-
-def test_ring_counts_what_it_cannot_hand_out_as_used() -> None:
-    ring = hook.Ring(1000, False)
-    first, second = ring.take(300), ring.take(300)
-    assert ring.crowded()
-    ring.give_back(second)  # the one before it still stands there
-    assert ring.crowded()
-    third = ring.take(300)
-    ring.give_back(first)
-    assert not ring.crowded()  # 300 of 1000
-    assert ring.take(200)[0] == 0 and ring.crowded()  # from 600 over the end to 200
-    ring.give_back(third)
-    assert not ring.crowded()
+    assert ring.take(1000) is not None and ring.take(1) is None
 
 
 def test_metadata_can_be_read_without_the_reader(rig: Callable[..., Rig]) -> None:
@@ -976,59 +959,6 @@ def test_an_alarm_that_is_put_off_goes_off_later() -> None:
     assert not select.select([alarm.file], [], [], 0.1)[0]  # once
     alarm.close()
     alarm.set(0.01)  # harms nothing
-
-
-def test_steady_forwards_put_the_courier_off_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, sets = [100.0], []
-    monkeypatch.setattr(hook, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
-    writer = object.__new__(hook.Writer)
-    writer.waiting, writer.link, writer.next_look, writer.last_put, writer.quiet = collections.deque(), object(), math.inf, 0.0, 0.0
-    writer.alarm = types.SimpleNamespace(set=lambda seconds: sets.append((round(clock[0] - 100, 3), seconds)))
-
-    def put(after: float) -> None:
-        clock[0] += after
-        writer.put(hook.Job(event=object()))
-        when, seconds = sets[-1]
-        assert clock[0] + hook.BUSY_S <= 100 + when + seconds + 1e-9  # it never goes off beside a forward
-
-    for _ in range(10):
-        put(0.02)
-    assert sets == [(0.02, 0.035), (0.04, 0.105), (0.12, 0.105), (0.2, 0.105)]
-    put(0.5)  # alone: its rows are not to lie longer than before
-    assert sets[-1] == (0.7, 0.035)
-    put(0.01)
-    writer.quiet = 0.0  # the courier woke, and set the alarm itself
-    put(0.01)
-    assert sets[-2:] == [(0.71, 0.105), (0.72, 0.105)]
-    writer.next_look = clock[0]  # it is to look in any case
-    clock[0] += 0.2
-    writer.put(hook.Job(event=object()))
-    assert len(sets) == 7
-
-
-def test_answers_are_read_when_there_may_be_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    writer, heard = object.__new__(hook.Writer), []
-    writer.lock, writer.link, writer.ring, writer.sent, writer.failing = threading.Lock(), object(), hook.Ring(1000, False), {}, {}
-    monkeypatch.setattr(writer, "_collect", lambda: None, raising=False)
-    monkeypatch.setattr(writer, "_send", lambda: None, raising=False)
-    monkeypatch.setattr(writer, "_receive", lambda: heard.append(1), raising=False)
-
-    def hears(**how: bool) -> bool:
-        heard.clear()
-        writer.pump(**how)
-        return bool(heard)
-
-    assert not hears() and hears(wait=True) and hears(hear=True)
-    block = writer.ring.take(501)
-    assert hears()
-    writer.ring.give_back(block)
-    writer.sent = dict.fromkeys(range(hook.UNHEARD - 1))
-    assert not hears()
-    writer.sent[99] = None
-    assert hears()
-    writer.sent.clear()
-    writer.failing = {1: None}
-    assert hears()
 
 
 def test_requests_of_a_batch_are_written_side_by_side(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
