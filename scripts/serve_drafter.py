@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from aerie.config import Config, add_config_arguments, config_from_args, make_words
 from aerie.errors import UserError, run_main
 from aerie.other_runs import refuse_missing_drafter
+from aerie.running import refuse_other_options
 from aerie.servers import Server, make_room, refuse_bad_target, stop_servers, watcher_path, watcher_record
 from aerie.serving import BACKGROUND, launch, record_watcher, refuse_bad_drafter, start_in_background, warm_up, watch
 
@@ -58,6 +59,8 @@ def main() -> int | None:
         print(f"ended: {', '.join(stopped)}" if stopped else f"no {' or '.join(modes)} server of run {config.run.name} is running")
         return 0
     running = Server.find(config, mode)
+    if running:
+        refuse_other_options(config, running)
     if running and running.healthy():
         print(f"the {mode} server of run {config.run.name} already runs on {running.url}; `make stop{make_words(config)}` ends it")
         return 0

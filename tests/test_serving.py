@@ -9,13 +9,19 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Callable
 
 import pytest
 import torch
+from aerie import servers
+from aerie.capture_server import running_server
 from aerie.config import Config, load_config
 from aerie.errors import UserError
 from aerie.host_memory import needed_bytes, refuse_short_memory
+from aerie.report import write_json
+from aerie.servers import Server, server_env
 from cpu_tools import write_config
+from serve_fake import FakeServer
 from serve_folders import LLAMA_TARGET, llama_drafter, write_drafter, write_target
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
@@ -88,3 +94,42 @@ def test_a_missing_drafter_names_the_run_that_has_one_and_makes_no_folder(config
         done = subprocess.run([sys.executable, str(SCRIPTS / script), *words, "--run", "absent", *more], capture_output=True, text=True, cwd=tmp_path, check=False)
         assert done.returncode == 2 and "finished" in done.stderr and "RUN=" in done.stderr and "--run " in done.stderr, done.stderr
         assert not (other.parent / "absent").exists(), script
+
+
+def test_other_options_beside_a_running_server_are_refused(config: Config) -> None:
+    """And named: the server would go on with its old ones."""
+    server = FakeServer(config, "serving")
+    try:
+        same = serve(config, "--background")
+        assert same.returncode == 0 and "already runs on" in same.stdout, same.stderr
+        other = serve(config, "--background", "--set", "serve.num_steps=2")
+        assert other.returncode == 2 and "speculative-num-steps = 3, the config says 2; speculative-num-draft-tokens = 4, the config says 3; end it with `make stop" in other.stderr
+        assert "context-length = 2048, the config says 1024" in serve(config, "--set", "server.args.context-length=1024").stderr
+        assert "skip-server-warmup = not set, the config says on" in serve(config, "--set", "serve.args.skip-server-warmup=true").stderr
+        record = json.loads((config.run.root / "serving.json").read_text())
+        write_json(config.run.root / "serving.json", record | {"env": server_env(config, "serving")})
+        assert serve(config).returncode == 0
+        changed = serve(config, "--set", "server.env.MY_TOKEN=secret")
+        assert changed.returncode == 2 and "MY_TOKEN is another" in changed.stderr and "secret" not in changed.stderr
+    finally:
+        server.close()
+
+
+def test_other_options_beside_a_running_extraction_server_are_refused(config: Config) -> None:
+    server = FakeServer(config, "extraction")
+    path = config.run.root / "extraction.json"
+    write_json(path, json.loads(path.read_text()) | {"aux_layer_ids": config.target.aux_layer_ids, "dtype": config.extract.dtype})
+    try:
+        assert running_server(config) is not None
+        config.server.args["chunked-prefill-size"] = 512
+        with pytest.raises(UserError, match="extraction server of run .* other options: chunked-prefill-size = not set, the config says 512"):
+            running_server(config)
+    finally:
+        server.close()
+
+
+def test_a_started_server_s_record_has_its_environment(make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "command_line", lambda *_: ["sleep", "60"])
+    config = make_config("llama", "serve-env", server={"env": {"MY_VARIABLE": "1"}})
+    with Server.start(config, "serving") as server:
+        assert server.record["env"]["MY_VARIABLE"] == "1" and Server.find(config, "serving").record == server.record

@@ -15,7 +15,8 @@ from .config import Config
 from .errors import EXIT_INTERRUPTED, UserError
 from .generate import Prompt, accept_length
 from .paths import lock_folder
-from .servers import Server, command_line, stop_mode, watcher_record
+from .running import refuse_other_options
+from .servers import Server, stop_mode, watcher_record
 from .serving import launch, refuse_bad_drafter, start_in_background
 
 
@@ -52,9 +53,7 @@ class BenchServers:
             return self.own[mode]
         found = Server.find(self.config, mode)
         if found:
-            if found.record["command"][1:] != command_line(self.config, mode)[1:]:
-                raise UserError(f"the running {mode} server of run {self.config.run.name!r} was started with other options than the config's; end it with "
-                    f"scripts/04_serve.sh --stop")
+            refuse_other_options(self.config, found)
             if not found.healthy():
                 raise UserError(f"the running {mode} server of run {self.config.run.name!r} does not answer (yet?); see {found.log}, wait, or end it with "
                     f"scripts/04_serve.sh --stop")

@@ -16,6 +16,7 @@ from .identity import read_model_config, text_config
 from .patching import Installation
 from .rid import new_rid, sample_id
 from .ports import port_is_free
+from .running import refuse_other_options
 from .servers import Server, dump_dir, port_of, server_args, url_of
 
 MODE = "extraction"
@@ -31,7 +32,7 @@ def check_patch() -> None:
 
 
 def running_server(config: Config) -> Server | None:
-    """This run's extraction server if it runs and fits the config. Raises UserError when it runs another model or captures other layers."""
+    """This run's extraction server if it runs and fits the config. Raises UserError when it runs another model, captures other layers or was started with other options."""
     server = Server.find(config, MODE)
     if server is None:
         if not port_is_free(config.server.host, port_of(config, MODE)):
@@ -46,6 +47,7 @@ def running_server(config: Config) -> Server | None:
     for key, wanted in (("aux_layer_ids", config.target.aux_layer_ids), ("dtype", config.extract.dtype)):
         if server.record[key] != wanted:
             raise UserError(f"the running extraction server of run {config.run.name!r} captures with {key} = {server.record[key]}, the config says {wanted}; end it with --stop first")
+    refuse_other_options(config, server)
     return server
 
 

@@ -381,7 +381,7 @@ class Server:
                 process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True)
                 record = {
                     "pid": process.pid, "start_ticks": start_ticks(process.pid), "mode": mode, "url": url_of(config, mode), "log": str(log),
-                    "command": argv, "model_path": config.model_path, "aux_layer_ids": config.target.aux_layer_ids, "dtype": config.extract.dtype, "started": time.time(),
+                    "command": argv, "env": server_env(config, mode) | (extra_env or {}), "model_path": config.model_path, "aux_layer_ids": config.target.aux_layer_ids, "dtype": config.extract.dtype, "started": time.time(),
                 }  # fmt: skip
                 write_json(cls.record_path(config, mode), record)
         except BaseException:  # a signal, or no room for the record: nobody would end it
