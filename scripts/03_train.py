@@ -1,16 +1,13 @@
 #!/usr/bin/env python3
 """EAGLE-3 with training-time test on the run's store; writes the best drafter to runs/<run>/drafter as SGLang loads it.
 
-Run again, it goes on from the last checkpoint when config and data are the same, and starts anew when they are not.
+Run again, it goes on from the last checkpoint when config and data are the same; when they are not it starts anew, and keeps what was there in runs/<run>/earlier.
 
 Several GPUs: --set train.gpus=[0,1] starts a process on each (train.parallel: ddp or fsdp); so does a torchrun of your own.
 """
 
 import argparse
-import hashlib
-import json
 import os
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -22,6 +19,7 @@ import aerie  # noqa: F401  first: it finds the Python that has the packages
 import numpy as np
 import torch
 
+from aerie.belongs import deciding, differences, fingerprint, recorded
 from aerie.checkpoints import folder_of, last_checkpoint, load_checkpoint, one_training, read_state
 from aerie.config import Config, add_config_arguments, config_from_args
 from aerie.curves import Curves, draw_curves, warnings_of
@@ -29,6 +27,7 @@ from aerie.distributed import start_group
 from aerie.drafter import Drafter
 from aerie.drafter_fit import fit_drafter
 from aerie.drafter_init import init_from_target, make_shape, start_from
+from aerie.earlier import forget_older, make_space, place_of_drafter, set_aside, take_back
 from aerie.errors import EXIT_FAILED, UserError, run_main
 from aerie.export import export_drafter
 from aerie.extract_plan import make_plan
@@ -81,15 +80,6 @@ def target_head(manifest: dict, target: TargetWeights, draft_ids: torch.Tensor, 
     logits = manifest.get("logits") or {}
     ids = draft_ids.to(device)
     return TargetHead(head, head[ids].contiguous(), ids, to_draft.to(device), float(logits.get("logit_scale") or 1.0), float(logits.get("final_logit_softcapping") or 0.0))
-
-
-def fingerprint(config: Config, store: Store, vocab: dict[str, str], stream: bool = False, world: int = 1) -> str:
-    """What a checkpoint belongs to: sections that shape the run, and the samples. How many processes share the batches of a step is not part of it."""
-    sections = config.as_dict()
-    own = ("threads", "stop_server", "checkpoint_every", "max_bad_samples", "device", "gpus", "parallel")
-    train = {key: value for key, value in sections["train"].items() if key not in own} | {"accumulate": config.train.accumulate * world}
-    text = json.dumps([sections["target"], sections["draft"], train, vocab, store.manifest["data_hash"] if stream else store.ids], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def begin(config: Config, drafter: Drafter, target: TargetWeights, head: torch.Tensor, draft_ids: torch.Tensor, store: Store) -> str:
@@ -205,13 +195,21 @@ def main() -> int:
     drafter.fast = fast
     fixed = Fixed(target.embedding().to(device, dtype), head, train.ttt_steps, train.step_decay, train.activation_checkpointing)
     export_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
-    belongs = fingerprint(config, store, vocab.metadata, bool(stream), group.world)
+    parts = deciding(config, vocab.metadata, store.manifest["data_hash"] if stream else store.ids, group.world)
+    belongs, settings = fingerprint(parts), recorded(parts)
     identity = {
         "model_hash": store.manifest["model_hash"], "tokenizer_hash": store.manifest["tokenizer_hash"], "aux_layer_ids": config.target.aux_layer_ids,
         "capture_points": store.manifest.get("capture_points"), "fc_norm": shape.fc_norm, "norm_before_fc": shape.norm_before_fc, "norm_output": shape.norm_output,
-        "num_steps": config.serve.num_steps, "fingerprint": belongs,
+        "num_steps": config.serve.num_steps, "fingerprint": belongs, "settings": settings,
         "served_dtype": config.target.dtype if config.target.dtype != "auto" else store.manifest["dtype"],  # auto: of the states, which the server wrote as it computed them
     }  # fmt: skip
+
+    def export(best: Drafter, training_json: dict, walks: dict[str, list[str]] | None = None) -> None:
+        keep = None if args.overfit else place_of_drafter(run, belongs)
+        export_drafter(folder, best, draft_ids, config.target.aux_layer_ids, target.config, export_dtype, training_json, walks, keep)
+        if keep:
+            os.utime(keep)
+            print(f"the drafter that was in {folder} is of another training: it is kept in {keep}", flush=True)
 
     def on_best(best: Drafter, found: dict) -> None:
         if group.rank:
@@ -219,7 +217,7 @@ def main() -> int:
         print(f"step {found['step']}: predicted accept length {found['predicted_accept_length']:.3f}, held-out accuracy "
               f"{', '.join(f'{value:.3f}' for value in found['accuracy'])}; exported", flush=True)  # fmt: skip
         training_json = {**identity, "step": found["step"], "predicted_accept_length": found["predicted_accept_length"]}
-        export_drafter(folder, best, draft_ids, config.target.aux_layer_ids, target.config, export_dtype, training_json, trainer.state.walks)
+        export(best, training_json, trainer.state.walks)
 
     if stream:
         steps = total_steps(planned, train.batch_tokens, train.accumulate)
@@ -229,26 +227,35 @@ def main() -> int:
         trainer = Trainer(train, drafter, fixed, store, training, heldout, None if args.overfit else run.checkpoints, config.serve.num_steps, on_best, group)
     if args.overfit:
         trainer.plan.steps = trainer.plan.steps[:OVERFIT_STEPS]
-    print(f"drafter: {sum(p.numel() for p in drafter.parameters()) / 1e6:.1f} M parameters, {origin}; {dtype} on {device}, {kernels}", flush=True)
+    drafter_size = sum(p.numel() for p in drafter.parameters())
+    print(f"drafter: {drafter_size / 1e6:.1f} M parameters, {origin}; {dtype} on {device}, {kernels}", flush=True)
     print(f"{len(training)} samples to train on, {len(heldout[: train.eval_samples])} held out; {len(trainer.plan.steps)} steps{'' if args.overfit else f' in {train.epochs} epochs'}", flush=True)
+    if not (args.overfit or args.fresh or stream or group.rank):
+        take_back(run, belongs)
+    group.barrier()
     latest = None if args.overfit else last_checkpoint(run.checkpoints)
-    if latest is not None and not args.fresh and read_state(latest).get("fingerprint") == belongs:
+    found = {} if latest is None or args.fresh else read_state(latest)
+    why = f"{latest} is of another training: {differences(found.get('settings'), settings)}" if latest else f"no checkpoint in {run.checkpoints}"
+    if latest is not None and found.get("fingerprint") == belongs:
         trainer.resume(latest)
         if stream:
-            trainer.resume_stream(read_state(latest)["trained_shards"])
+            trainer.resume_stream(found["trained_shards"])
         print(f"resumed from {latest.name}", flush=True)
         mend_export(trainer, run, belongs, on_best)
     elif args.resume:
-        raise UserError(f"nothing to resume: {'the checkpoint ' + str(latest) + ' is of other data or another config' if latest else f'no checkpoint in {run.checkpoints}'}; leave out --resume to start anew")
+        raise UserError(f"nothing to resume: {why}; set that back, or leave out --resume to start anew (what is there is kept)")
     elif stream and stream.consumed():
         raise UserError(f"{len(stream.consumed())} shards of {run.store} were consumed by an earlier training that no checkpoint in {run.checkpoints} belongs to; set its config back, or remove the store and begin anew")
     else:
-        if latest is not None:
-            print(f"starting anew: {latest.name} is of other data or another config" if not args.fresh else "starting anew", flush=True)
         group.barrier()  # all have looked
         if not args.overfit and not group.rank:
-            shutil.rmtree(run.checkpoints, ignore_errors=True)
-    trainer.extra_state = {"fingerprint": belongs}
+            make_space(run, 12 * drafter_size, args.fresh)
+            kept = set_aside(run, args.fresh)
+            if latest is not None:
+                print("starting anew" + ("" if args.fresh else f": {why}") + (f"; the checkpoints that were there are kept in {kept}" if kept else ""), flush=True)
+    trainer.extra_state = {"fingerprint": belongs, "settings": settings}
+    if not args.overfit and not group.rank:
+        trainer.on_saved = lambda: forget_older(run)
     tensorboard = Curves(run.root / "tensorboard" / ("overfit" if args.overfit else "")) if not group.rank else None
     if tensorboard:
         trainer.on_numbers = tensorboard.add
@@ -262,7 +269,7 @@ def main() -> int:
         return 0
     tensorboard.close()
     if state.best < 0:  # no held-out samples: the last weights are all there is
-        export_drafter(folder, full, draft_ids, config.target.aux_layer_ids, target.config, export_dtype, {**identity, "step": state.step})
+        export(full, {**identity, "step": state.step})
     warnings = warnings_of(state.history, state.evals)
     for warning in warnings:
         print(f"warning: {warning}", flush=True)
@@ -271,7 +278,7 @@ def main() -> int:
         folder / "report.json", config=config.as_dict(), predicted_accept_length=best.get("predicted_accept_length"), best_step=state.best_step, steps=state.step,
         epochs=train.epochs, samples=state.samples, tokens=state.tokens, supervised_rows=state.rows, train_seconds=state.seconds,
         train_tok_s=state.tokens / max(state.seconds, 1e-9), wall_seconds=time.monotonic() - started, eval=best, evals=state.evals, history=state.history,
-        bad_samples=(state.bad or trainer.reader.bad) | trainer.eval_reader.bad, processes=group.world, warnings=warnings, stopped_early=trainer.stop_reason, drafter_parameters=sum(p.numel() for p in drafter.parameters()),
+        bad_samples=(state.bad or trainer.reader.bad) | trainer.eval_reader.bad, processes=group.world, warnings=warnings, stopped_early=trainer.stop_reason, drafter_parameters=drafter_size,
         init=origin, compute_dtype=str(dtype), **({"peak_gpu_bytes": torch.cuda.max_memory_allocated()} if device.type == "cuda" else {}),
     )  # fmt: skip
     print(f"trained on {state.samples} samples in {state.seconds:.0f} s, {report['train_tok_s']:.0f} tok/s; predicted accept length "

@@ -102,9 +102,11 @@ def drafter_config(shape: DrafterShape, aux_layer_ids: list[int], target: dict[s
     return config
 
 
-def export_drafter(folder: Path, drafter: Drafter, draft_ids: Tensor, aux_layer_ids: list[int], target: dict[str, Any], dtype: torch.dtype, training: dict[str, Any], walks: dict[str, list[str]] | None = None) -> None:
+def export_drafter(folder: Path, drafter: Drafter, draft_ids: Tensor, aux_layer_ids: list[int], target: dict[str, Any], dtype: torch.dtype, training: dict[str, Any],
+                   walks: dict[str, list[str]] | None = None, keep: Path | None = None) -> None:  # fmt: skip
     """Write config.json, model.safetensors, training.json and, with `walks`, walk.json (walk.as_text() by held-out sample). The folder is replaced as a whole: it is the old drafter or the new one.
 
+    keep: where the old folder goes, with its report; without it the old one is removed, and the new one has its report until a new one is written.
     draft_ids [Vd] int64: draft id -> target id, rising.
     """
     tensors = {name: value.to(dtype).cpu().contiguous() for name, value in to_names(drafter).items()}
@@ -114,7 +116,7 @@ def export_drafter(folder: Path, drafter: Drafter, draft_ids: Tensor, aux_layer_
     kept[draft_ids] = True
     tensors["t2d"] = kept
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
+    old = keep or folder.with_name(f".{folder.name}.{os.getpid()}.old")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
@@ -126,16 +128,17 @@ def export_drafter(folder: Path, drafter: Drafter, draft_ids: Tensor, aux_layer_
         if walks:
             write_json(temporary / WALK_FILE, {"num_steps": training["num_steps"], "walks": walks})
         if folder.exists():
-            for keep in ("report.json", "curves.png"):
-                if (folder / keep).is_file():
-                    shutil.copy2(folder / keep, temporary / keep)
+            for name in ("report.json", "curves.png"):
+                if not keep and (folder / name).is_file():
+                    shutil.copy2(folder / name, temporary / name)
             folder.rename(old)
         temporary.rename(folder)
     finally:
         if old.exists() and not folder.exists():
             old.rename(folder)
         shutil.rmtree(temporary, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+        if not keep:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def read_drafter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -57,6 +57,10 @@ class RunPaths:
         return self.root / "checkpoints"
 
     @property
+    def earlier(self) -> Path:
+        return self.root / "earlier"
+
+    @property
     def bench(self) -> Path:
         return self.root / "bench"
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Iterator, Sequence
 
+from .belongs import other_training
 from .config import Config
 from .errors import UserError
 from .inputs import input_files
@@ -126,9 +127,17 @@ class Pipeline:
 
     def is_done(self, step: Step) -> bool:
         """Whether the step's result is there and nothing it depends on has changed."""
-        if not step.report or not (self.config.run.root / step.report).is_file() or self._done().get(step.name) != self.fingerprint(step):
-            return False
-        return step.name != "bench" or self.own_benchmark(step)
+        return self.not_done(step) is None
+
+    def not_done(self, step: Step) -> str | None:
+        """None when the step's result is there and nothing it depends on has changed; else why it is made again, where that needs a word."""
+        if not step.report or self._done().get(step.name) != self.fingerprint(step):
+            return ""
+        if step.report == APART[-1].report and (why := other_training(self.config)):  # a training by hand has replaced the drafter since
+            return why
+        if not (self.config.run.root / step.report).is_file():
+            return ""
+        return None if step.name != "bench" or self.own_benchmark(step) else ""
 
     def own_benchmark(self, step: Step) -> bool:
         """Whether bench/report.json is that of the config as it is, and not of `make bench` with other options."""
@@ -156,11 +165,12 @@ class Pipeline:
         self.refuse_missing_chats(steps)
         for number, step in enumerate(steps, 1):
             later_done = step.name in ("check", "serve") and self.is_done(self.steps[-1])
-            if self.is_done(step) or later_done:
+            why = self.not_done(step)
+            if why is None or later_done:
                 print(f"== {number}/{len(steps)} {step.name}: already done", flush=True)
                 seconds[step.name] = 0.0
                 continue
-            print(f"== {number}/{len(steps)} {step.name}", flush=True)
+            print(f"== {number}/{len(steps)} {step.name}{': ' + why if why else ''}", flush=True)
             start = time.monotonic()
             if step.needs and not (step.name in ("extract", "stream") and self.config.server.urls):
                 make_room(self.config, ["serving", "baseline"])  # of an earlier call

@@ -121,6 +121,7 @@ class Trainer:
         self.window_steps = max(1, math.ceil(len(self.plan.steps) / WINDOWS))
         self.on_numbers: Callable[[str, dict[str, Any]], None] = lambda kind, numbers: None  # each window of training ("train") and each evaluation ("eval")
         self.extra_state: dict[str, Any] = {}  # goes into every checkpoint
+        self.on_saved: Callable[[], None] = lambda: None  # a checkpoint is whole
 
     def resume(self, folder: Path) -> None:
         """Go on where the checkpoint stands. Raises UserError when the plan has changed since."""
@@ -277,3 +278,4 @@ class Trainer:
         state.bad = {name: reason for bad in self.group.gather(self.reader.bad) for name, reason in bad.items()}
         plain = {name: getattr(state, name) for name in State.__dataclass_fields__} | {"seconds": seconds, "plan_steps": len(self.plan.steps), "num_steps": self.num_steps} | self.extra_state
         save_checkpoint(self.checkpoints, state.step, state.best_step, self.drafter, self.optimizer.adam, plain, self.group)
+        self.on_saved()
