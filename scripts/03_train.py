@@ -31,7 +31,7 @@ from aerie.earlier import forget_older, make_space, place_of_drafter, set_aside,
 from aerie.errors import EXIT_FAILED, UserError, run_main
 from aerie.export import export_drafter
 from aerie.extract_plan import make_plan
-from aerie.gpus import apart, torchrun, training_env
+from aerie.gpus import apart, refuse_missing, training_env
 from aerie.identity import model_hash, tokenizer_hash
 from aerie.ops import choose_kernels
 from aerie.paths import RunPaths
@@ -41,6 +41,7 @@ from aerie.servers import make_room
 from aerie.store import Store, StreamingStore
 from aerie.stream_train import StreamTrainer, total_steps, wait_for_heldout
 from aerie.target_weights import TargetWeights
+from aerie.together import run_together
 from aerie.trainer import Trainer
 from aerie.ttt_loss import TargetHead
 from aerie.unroll import Fixed
@@ -153,8 +154,10 @@ def main() -> int:
     if args.stream and len(train.gpus) > 1:
         raise UserError(f"--stream trains in one process, and train.gpus = {train.gpus} names several GPUs; name one, or train after the extraction")
     os.environ |= (env := training_env(train.gpus))
+    refuse_missing(train.gpus, train.device, torch.cuda.device_count())
     if env and len(train.gpus) > 1:
-        os.execv(sys.executable, torchrun(len(train.gpus), sys.argv))
+        check_store(config, Store.open(run.store))  # before processes start
+        return run_together(len(train.gpus), sys.argv, run.logs)
     if train.threads:
         torch.set_num_threads(train.threads)
     torch.manual_seed(train.seed)

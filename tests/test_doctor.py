@@ -208,6 +208,8 @@ def test_a_config_for_gpus_on_a_machine_without(tmp_path):
     assert line(text, "GPUs: none here").startswith("✗") and "written for 1" in text
     _, text = doctor("--set", "server.gpus=[1]", path=str(tmp_path), AERIE_RUNS_DIR=str(tmp_path))
     assert line(text, "GPUs by number").startswith("✗") and "not for smollm2" in text
+    code, text = doctor("--set", "train.gpus=[0,1]", path=str(tmp_path), AERIE_RUNS_DIR=str(tmp_path))
+    assert code == 1 and line(text, "GPUs by number").startswith("✗") and "the last here is none" in text
     _, text = doctor(path=str(tmp_path), AERIE_RUNS_DIR=str(tmp_path))
     assert "tensor parallelism" not in text and "not for" not in text and "needs 4" not in line(text, "disk")
 

@@ -12,6 +12,7 @@ from typing import Callable, NoReturn
 EXIT_USER = 2  # what the user can mend: config, paths, disk, port
 EXIT_FAILED = 1  # a check did not pass
 EXIT_INTERRUPTED = 130
+SAYS = "AERIE_SAYS"  # in the environment of processes that work together: the file for their error; who started them prints it, once
 EXIT_PIPE = 141  # as a shell says it of a program that SIGPIPE ended
 WRITING = {
     errno.ENOSPC: "no space left on the device while writing {}; free some space and run the same command again",
@@ -35,10 +36,23 @@ def with_make_words(text: str) -> str:
     return re.sub(rf"`make ({steps})`", lambda found: f"`make {found[1]}{make_words}`", text)
 
 
+def complain(sentence: str, says: str) -> None:
+    """The sentence on stderr; of several processes that work together the first one's goes to the file `says`."""
+    if not says:
+        print(sentence, file=sys.stderr)
+        return
+    try:
+        with open(says, "x", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(sentence)
+    except FileExistsError:
+        pass
+
+
 def run_main(main: Callable[[], int | None]) -> NoReturn:
     """Run a script's main() and exit; UserError, a full disk and a path that cannot be used become one line on stderr and exit code 2."""
     global make_words
     make_words = ""
+    says = os.environ.pop(SAYS, "")
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w", encoding="utf-8") for stream in (sys.stdout, sys.stderr))  # closed: `script >&-`
     for stream in (sys.stdout, sys.stderr):  # a locale without the characters that we print must not end a run
         if isinstance(stream, io.TextIOWrapper):
@@ -47,8 +61,12 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
         code = main() or 0
         sys.stdout.flush()
     except UserError as exc:
-        print(f"error: {with_make_words(str(exc))}", file=sys.stderr)
+        complain(f"error: {with_make_words(str(exc))}", says)
         code = EXIT_USER
+    except RuntimeError:
+        if not os.path.exists(says):
+            raise
+        code = EXIT_USER  # the connection to a process that ended with an error of its own, which is told already
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = EXIT_INTERRUPTED
@@ -61,8 +79,8 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
             raise
         where = os.fsdecode(exc.filename)[:300] if isinstance(exc.filename, (str, bytes, os.PathLike)) else "the output folder"
         if bad_path:
-            print(f"error: {where} cannot be used ({exc.strerror}); mend that path or its permissions, or name another", file=sys.stderr)
+            complain(f"error: {where} cannot be used ({exc.strerror}); mend that path or its permissions, or name another", says)
         else:
-            print(f"error: {WRITING[exc.errno].format(where)}", file=sys.stderr)
+            complain(f"error: {WRITING[exc.errno].format(where)}", says)
         code = EXIT_USER
     sys.exit(code)

@@ -43,9 +43,20 @@ def training_env(gpus: Sequence[int], environ: Mapping[str, str] = os.environ) -
     return {"CUDA_VISIBLE_DEVICES": visible_devices(gpus, "train.gpus", environ), STARTED: ",".join(map(str, gpus))}
 
 
-def torchrun(processes: int, words: Sequence[str]) -> list[str]:
-    """The command that runs a Python script (`words`: it and its arguments) in so many processes of this machine."""
+def refuse_missing(gpus: Sequence[int], device: str, seen: int) -> None:
+    """Raises UserError where train.gpus names GPUs and PyTorch, which is shown those alone, sees fewer. train.device = "cpu" says that as many CPU processes are meant."""
+    if gpus and device != "cpu" and seen < len(gpus):
+        sees = f"{seen} of them" if seen else "no GPU"
+        raise UserError(f"train.gpus = {list(gpus)}, but PyTorch sees {sees} here; set it to GPUs that nvidia-smi lists, or to [] for one process on what is here (`make doctor` says more)")
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens on."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(port), "--", *words]
+        return probe.getsockname()[1]
+
+
+def torchrun(processes: int, words: Sequence[str]) -> list[str]:
+    """The command of a torchrun of one's own: a Python script (`words`: it and its arguments) in so many processes of this machine."""
+    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(free_port()), "--", *words]

@@ -99,7 +99,7 @@ def main() -> None:
         bench={"concurrency": [4], "max_new_tokens": 24, "samples": 8, "requests_per_slot": 1, "rounds": 1, "latency": False, "side_by_side": GPU},
         data={"inputs": [str(out / "chats.jsonl")], "max_new_tokens": 96 if GPU else 16, "heldout": HELDOUT, "max_tokens": 1024, "concurrency": 64 if GPU else 8},
         extract={"proof_samples": 8, "keep_gb": KEEP_GB, "shard_gb": SHARD_GB}, draft={"vocab_size": 256},
-        train={"gpus": [1], "ttt_steps": 7 if GPU else 3, "epochs": 1, "batch_tokens": 2048 if GPU else 256, "eval_samples": HELDOUT, "lr": 1e-3, "checkpoint_every": 5},
+        train={"gpus": [1], "ttt_steps": 7 if GPU else 3, "epochs": 1, "batch_tokens": 2048 if GPU else 256, "eval_samples": HELDOUT, "lr": 1e-3, "checkpoint_every": 5, "device": "auto" if GPU else "cpu"},
     )  # fmt: skip
     config = load_config(str(path), run)
     parts = Parts(out / "two_stream.json", args.seconds, gpu=GPU, cores=os.cpu_count())
