@@ -277,7 +277,7 @@ __global__ void __launch_bounds__(GROUPS_HERE * GROUP, GROUPS_HERE == 1 ? 2 : 1)
     }
 }
 
-// For fewer or wider rows: a block on one side. The first half of the blocks are the embedding's, so that two blocks a multiprocessor are one of each.
+// For fewer or wider rows: a block on one side, the first half of them on the embedding's.
 template <int THREADS, int CH, int PER_SM, int STAGES>
 __global__ void __launch_bounds__(THREADS, PER_SM) drafter_input_backward_split(Inputs in, const __nv_bfloat16* grad, int64_t grad_stride, __nv_bfloat16* d_rows,
                                                                                __nv_bfloat16* d_state, float* sums) {
