@@ -257,7 +257,6 @@ def test_what_a_config_says_to_expect_is_what_the_plan_says(name):
         ("kimi-k2.5", {"disk": 2e12}, ["disk", "4,428 GB", "2,000 GB", "fp8"]),
         ("kimi-k2.5", {"disk": 2e12, "gpus": 9}, ["disk", "keep_gb, on a GPU of its own"]),
         ("kimi-k2.5", {"dumps": 0.5e9}, ["dump folder", "0.94 GB", "0.50 GB"]),
-        ("kimi-k2.5", {"overrides": ["target.aux_layer_ids=[3, 31, 61]"]}, ["61 decoder layers"]),
     ],
 )
 def test_refusals_name_the_number(name, change, words):

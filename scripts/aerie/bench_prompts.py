@@ -9,6 +9,7 @@ from typing import Any, Callable, Iterable
 from .chats import BadRow, Chat, read_rows
 from .check import context_length
 from .config import Config
+from .config_rules import option_number
 from .errors import UserError
 from .other_runs import hint
 from .generate import Answer, Prompt, prompts_of
@@ -16,7 +17,7 @@ from .identity import read_model_config, text_config
 from .paths import CONFIGS, resolve_input
 from .render import ChatTokenizer
 from .samples import SampleFile
-from .servers import option_number, server_args
+from .servers import server_args
 
 BUILTIN = CONFIGS / "bench_prompts"
 CATEGORIES = ("chat", "code", "maths", "extraction", "translation", "long_context")

@@ -12,6 +12,7 @@ from typing import Any, Iterator
 from .bench import SetBenchmark, measure
 from .bench_stats import latency, merged
 from .config import Config
+from .config_rules import draft_tokens_problem
 from .errors import EXIT_INTERRUPTED, UserError
 from .generate import Prompt, accept_length
 from .paths import lock_folder
@@ -104,11 +105,8 @@ def parse_sweep(text: str) -> tuple[int, int, int]:
     if len(parts) != 3 or not all(part.strip().isdigit() and int(part) > 0 for part in parts):
         raise UserError(f"--sweep {text!r}: write steps,topk,tokens, for example 3,4,16")
     steps, topk, tokens = map(int, parts)
-    if topk == 1 and tokens != steps + 1:
-        raise UserError(f"--sweep {text!r}: a chain of {steps} steps has {steps + 1} draft tokens; write {steps},1,{steps + 1}")
-    most = topk + (steps - 1) * topk * topk + 1  # the root, topk nodes of the first step, topk * topk of each later one
-    if tokens > most:
-        raise UserError(f"--sweep {text!r}: {steps} steps with topk {topk} give at most {most} draft tokens")
+    if problem := draft_tokens_problem(steps, topk, tokens):
+        raise UserError(f"--sweep {text!r}: {problem}; write so many as the third number")
     return steps, topk, tokens
 
 

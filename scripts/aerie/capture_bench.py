@@ -24,11 +24,12 @@ from . import dumps
 from .bench_prompts import longest_context
 from .capture_loop import END, TOO_MANY, Block, Loop
 from .config import Config
+from .config_rules import option_number
 from .errors import UserError
 from .identity import read_model_config, text_config
 from .paths import RunPaths
 from .rid import parse_rid
-from .servers import CAPTURE_OFF, Server, dump_dir, option_number, server_args
+from .servers import CAPTURE_OFF, Server, dump_dir, server_args
 
 BLOCK_S, LONG_S = 0.4, 1.5  # seconds of a block, and of one in the warm-up
 WIDTH = 0.03  # of the interval: so narrow is enough

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from . import errors
+from .config_rules import check_together
 from .errors import UserError
 from .paths import CONFIGS, RunPaths, expanded, resolve_model
 
@@ -379,7 +380,9 @@ def load_config(name_or_path: str = DEFAULT_CONFIG, run: str = "", overrides: ty
         if item.default is dataclasses.MISSING and item.name not in built["target"]:
             raise UserError(f"{path}: target.{item.name} is missing")
     sections = {name: SECTIONS[name](**table) for name, table in built.items()}
-    return Config(**sections, path=path, run=RunPaths(run or path.stem.replace(".", "_")))
+    config = Config(**sections, path=path, run=RunPaths(run or path.stem.replace(".", "_")))
+    check_together(config, where)
+    return config
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, positional: bool = False) -> None:

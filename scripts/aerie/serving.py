@@ -10,13 +10,14 @@ from typing import Any
 
 from .check import Check, Serving, table
 from .config import Config
+from .config_rules import option_number
 from .errors import EXIT_FAILED, UserError
 from .generate import Prompt, accept_length, ask_server, prompts_of
 from .host_memory import refuse_short_memory
 from .predicted import Prediction
 from .report import read_report, versions, write_json
 from .samples import SampleFile
-from .servers import Server, has_gpu, option_number, server_args, start_ticks, watcher_path, watcher_record
+from .servers import Server, has_gpu, server_args, start_ticks, watcher_path, watcher_record
 
 BACKGROUND = "AERIE_BACKGROUND"  # in the environment of a script that start_in_background() started: no Ctrl-C reaches it
 WARM_UP_CHATS = 8

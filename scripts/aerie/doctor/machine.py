@@ -127,11 +127,16 @@ def check_model(facts: Facts) -> Iterator[Result]:
         return
     folder = Path(facts.config.model_path)
     from ..config import make_words  # needs Python 3.11; a config has been read, so it is
+    from ..config_rules import check_against_model_config
 
     todo = f"make it with `make target{make_words(facts.config)}`" if facts.config.target.from_package else f"download the model and link it: ln -s /path/to/model {folder}, or --set target.model_path=/path/to/model"
     if not (folder / "config.json").is_file():
         yield Result(False, "model folder", f"{folder} has no config.json", todo)
         return
+    try:
+        check_against_model_config(facts.config)
+    except UserError as exc:
+        yield Result(False, "config and target", str(exc))
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
