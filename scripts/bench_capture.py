@@ -8,6 +8,7 @@ processes are not equally fast by themselves.
 """
 
 import argparse
+import functools
 import math
 import sys
 from contextlib import ExitStack
@@ -35,7 +36,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=0, help="mean length of a prompt (default: 1024 on a GPU, 256 on a CPU)")
     parser.add_argument("--concurrency", type=int, default=0, help="requests in flight (default: extract.max_in_flight on a GPU, 4 on a CPU)")
     parser.add_argument("--seconds", type=float, default=60.0, help="measured at least so long, after the warm-up (default: %(default)s)")
-    parser.add_argument("--limit", type=float, default=300.0, metavar="SECONDS", help="it ends then, warm-up included, also when the interval is still wide (default: %(default)s)")
+    parser.add_argument("--limit", type=float, default=300.0, metavar="SECONDS", help="no further pair of blocks begins then, warm-up included, also when the interval is still wide; five are measured in any case (default: %(default)s)")
     parser.add_argument("--width", type=float, default=WIDTH, help="goes on while the interval of the ratio is wider (default: %(default)s; 0: ends after --seconds)")
     parser.add_argument("--block-seconds", type=float, default=BLOCK_S, help="seconds of a block; it holds eight batches at least (default: %(default)s)")
     parser.add_argument("--plain-server", action="store_true", help="ask a second server, with capture off, for the blocks without")
@@ -92,7 +93,7 @@ def run(config: Config, load: Load, plain_server: bool) -> dict[str, Any]:
         ends.callback(remove_dumps, config)  # when the server has ended
         ends.enter_context(capture)
         capture.wait_ready()
-        return measure(config, plain or capture, capture, load)
+        return measure(config, plain or capture, capture, load, functools.partial(print, flush=True))
 
 
 if __name__ == "__main__":

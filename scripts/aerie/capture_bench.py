@@ -204,6 +204,7 @@ def measure(config: Config, plain: Server, capture: Server, load: Load, say: Cal
     rate = statistics.median(len(block.prompts) / block.whole_seconds for block in warm)
     say(f"  warm-up: {', '.join(f'{block.tok_s:.0f}' for block in warm)} tok/s")
     count = requests(load.block_s)
+    say(f"  a block is {count} requests, about {count / rate:.1f} s; {LEAST_PAIRS + 1} pairs of blocks at least")
     guard = max(count // 4, overlap)
     work, started = loop(), time.monotonic()
 
@@ -214,7 +215,11 @@ def measure(config: Config, plain: Server, capture: Server, load: Load, say: Cal
             yield from (Block(kind, prompts, guard) for kind in (False, True))
             pair += 1  # the first one is not counted: the way in
             done, now = [block for block in work.blocks[2:] if block.ended], time.monotonic()
-            if pair <= LEAST_PAIRS or len(done) < 4 or now - begin <= load.limit_s and now - started < load.seconds:
+            enough = pair > LEAST_PAIRS and len(done) >= 4
+            if not enough and now - said > 10:
+                said = now
+                say(f"  after {now - started:.0f} s: {pair} pairs")
+            if not enough or now - begin <= load.limit_s and now - started < load.seconds:
                 continue
             low, high = intervals(done, 300)["ratio"]
             if now - said > 10:
