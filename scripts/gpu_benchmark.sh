@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The numbers of one GPU: 10,000 chats that SmolLM2 answers, states, drafter, served as a chain and as a tree, benchmark. About 13 minutes on an H200.
-# gpu_benchmark.sh OUT [--set KEY=VALUE]...   Reports, pages and logs go to OUT; a table comes last. Python: PY, else the active venv's, else .venv's.
+# gpu_benchmark.sh OUT [--set KEY=VALUE]...   Reports, pages and logs go to OUT; a table comes last. Python: PY, else the active venv's, else VENV's (.venv's).
 # STAGE=train ends after the drafter, STAGE=measure goes on from there. OPS=1 adds the chain served with our drafter ops and with SGLang's own, at 1, 8 and 32 requests
 # (about 2 minutes more, nvcc on the PATH). PROMPTS=heldout measures that set alone (default: heldout builtin). A part that fails is named at the end and the rest goes on. Everything runs under runs/gpu-bench and is done again each time.
 set -uo pipefail
@@ -8,7 +8,8 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 case ${1:-} in ''|-*) sed -n '2,5s/^# //p' "$0"; exit $([ "${1:-}" = --help ] && echo 0 || echo 2) ;; esac
 out=$1; shift
 py=${PY:-${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}}
-export PY=${py:-$here/../.venv/bin/python}
+venv=${VENV:-.venv}; case $venv in /*) ;; *) venv=$here/../$venv ;; esac
+export PY=${py:-$venv/bin/python}
 cd "$here/.." && mkdir -p "$out"
 config=smollm2-gpu run=gpu-bench tree=gpu-bench-tree runs=${AERIE_RUNS_DIR:-runs} stage=${STAGE:-all}
 # Servers share the card and start side by side: a small cache each, the decode graphs that the concurrencies need, and no prefill graphs (about 60 more captures a server).

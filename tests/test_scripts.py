@@ -31,7 +31,7 @@ def plain_python() -> str:
 
 
 def run(*command: Any, **environment: str) -> subprocess.CompletedProcess:
-    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV", "PY")}
+    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV", "PY", "VENV")}
     return subprocess.run([str(word) for word in command], cwd="/", env=kept | environment, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -52,6 +52,17 @@ def test_a_plain_python_goes_on_with_the_venv(name: str, tmp_path: Path) -> None
     (tmp_path / ".venv").symlink_to(sys.prefix)
     found = run(plain_python(), tmp_path / "scripts" / name, "--help")
     assert found.returncode == 0 and found.stdout.startswith(f"usage: {name}"), found.stderr
+
+
+def test_a_plain_python_goes_on_with_the_venv_or_the_python_that_is_named(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    script = tmp_path / "scripts" / "show_sample.py"
+    for named in ({"VENV": sys.prefix}, {"PY": sys.executable}, {"PY": sys.executable, "VENV": "/nowhere"}):
+        assert run(plain_python(), script, "--help", **named).stdout.startswith("usage: show_sample.py"), named
+    for wrong in ({"PY": plain_python()}, {"PY": "/no/such/python"}, {"VENV": "/nowhere"}):  # never asked twice
+        done = run(plain_python(), script, "--help", **wrong)
+        assert done.returncode == 2 and "has no module" in done.stderr and "VENV=/path/to/venv" in done.stderr, wrong
 
 
 @pytest.mark.parametrize("name", ["gpu_benchmark.sh", "setup.sh"])

@@ -1,6 +1,7 @@
 """Modules that Aerie's scripts share. Imports point one way: numbered script -> aerie -> libraries."""
 
 import os
+import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,10 +16,13 @@ BY_HAND = Path(sys.argv[0]).resolve().parent == SCRIPTS  # one of our scripts wa
 
 
 def use_venv() -> None:
-    """A script started by hand with a Python that lacks our packages goes on with the one of .venv, where there is one. PY in the environment: that one or none."""
-    venv = SCRIPTS.parent / ".venv" / "bin" / "python"
-    if "PY" not in os.environ and find_spec("safetensors") is None and venv.exists() and Path(sys.prefix) != venv.parents[1]:
-        os.execv(venv, [str(venv), *sys.argv])
+    """A script started by hand with a Python that lacks our packages goes on with the one that PY names, else that of the venv that VENV names, else that of .venv."""
+    if find_spec("safetensors") is not None:
+        return
+    root = SCRIPTS.parent
+    python = shutil.which(os.environ.get("PY") or root / os.environ.get("VENV", ".venv") / "bin" / "python")
+    if python is not None and os.path.abspath(python) != os.path.abspath(sys.executable):
+        os.execv(python, [python, *sys.argv])
 
 
 def say_what_is_missing(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
@@ -28,8 +32,8 @@ def say_what_is_missing(kind: type[BaseException], value: BaseException, trace: 
         return
     version = ".".join(map(str, sys.version_info[:3]))
     print(
-        f"error: {sys.executable} (Python {version}) has no module {value.name!r}; `make setup` makes a .venv with everything, and the scripts find it; or start "
-        "this one with the Python that has the packages",
+        f"error: {sys.executable} (Python {version}) has no module {value.name!r}; `make setup` makes a .venv with everything, and the scripts find it; or name "
+        "another: VENV=/path/to/venv or PY=/path/to/python in the environment",
         file=sys.stderr, flush=True,
     )  # fmt: skip
     os._exit(2)
