@@ -435,6 +435,16 @@ def test_the_peak_of_a_small_training_run_on_an_h200():
     assert near(sum(part.bytes for part in parts), 1_999_500_288), sum(part.bytes for part in parts) / 1_999_500_288
 
 
+def test_the_plan_of_smollm2_gpu_is_what_was_measured():
+    """10,128 chats, 2.37 M tokens, a store of 10.4 GB, 119 s of answers, 60 s of training."""
+    config = load_config("smollm2-gpu", "smollm2-gpu-planned")
+    shape, amounts = load_shape("/nowhere", "llama-3.1-8b"), planning.read_amounts(config)
+    shape.config.update(hidden_size=576, vocab_size=49152, num_attention_heads=9, num_key_value_heads=3, head_dim=64, intermediate_size=1536)
+    plan = planning.make_plan(config, shape, amounts, gpus=0, gpu_bytes=0, extraction_args={}, serving_args={}, disk_free=1e12, dumps_free=None)
+    assert amounts.samples == 10_128 and near(amounts.tokens, 2.37e6, 0.01) and near(next(part.bytes for part in plan.disk if part.name == "store"), 10.4e9, 0.02)
+    assert near(plan.hours["answers"], 119 / 3600, 0.2) and near(plan.hours["training"], 60 / 3600, 0.05)
+
+
 def test_the_peak_of_a_training_run_at_kimi_s_widths_on_an_h200():
     """tests/gpu/kimi_shape.py, 2026-11-30: 27,551,019,520 bytes, the vocabulary of the target 49,152."""
     config, shape = load_config("kimi-k2.5"), load_shape("/nowhere", "kimi-k2.5")
