@@ -92,8 +92,12 @@ def test_a_shared_port_held_by_the_run_s_own_server_is_free_for_the_other(make_c
     server = FakeServer(config, "extraction")
     try:
         refuse_busy_ports(config)
+        other = make_config("llama", "shared-port-other")
+        other.server.port = config.server.port
+        with pytest.raises(UserError, match=r"in use.* \(the extraction server of run shared-port has it: `make stop RUN=shared-port` ends that\)"):
+            refuse_busy_ports(other)
         Server.record_path(config, "extraction").unlink()
-        with pytest.raises(UserError, match="in use"):
+        with pytest.raises(UserError, match="in use; end what listens there, or choose another: SET"):
             refuse_busy_ports(config)
     finally:
         server.close()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from aerie.doctor import python_side
 from aerie.paths import ROOT
+from aerie.records import start_ticks
 from safetensors.torch import save_file
 
 DOCTOR = ROOT / "scripts" / "doctor.py"
@@ -242,14 +244,32 @@ def test_memory_is_compared_with_the_plan(tmp_path, smollm2):
 
 
 def test_a_port_in_use(tmp_path):
-    import socket
-
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         held.listen()
         port = held.getsockname()[1]
         code, text = doctor("--set", f"server.port={port}")
         assert code == 1 and line(text, f"port {port}").startswith("✗") and "server.port=N" in text
+
+
+def test_a_port_held_by_a_server_of_this_checkout(tmp_path):
+    """It says which run's, and how to end it."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        port = held.getsockname()[1]
+        record = tmp_path / "first" / "serving.json"
+        record.parent.mkdir()
+        content = {"pid": os.getpid(), "start_ticks": start_ticks(os.getpid()), "url": f"http://127.0.0.1:{port}", "log": "", "command": []}
+        record.write_text(json.dumps(content))
+        words = ("--set", f"serve.port={port}")
+        code, text = doctor(*words, AERIE_RUNS_DIR=str(tmp_path))
+        assert code == 1 and line(text, f"port {port}") == f"\u2717 port {port}: in use by the serving server of run first (serving)" and "make stop RUN=first ends it" in text
+        _, text = doctor(*words, "--run", "first", AERIE_RUNS_DIR=str(tmp_path))
+        assert line(text, f"port {port}") == f"\u00b7 port {port}: in use by this run's own serving server" and "make stop RUN=first ends it" in text
+        record.write_text(json.dumps(content | {"start_ticks": 1}))  # a record that a reboot left: another program has the port
+        _, text = doctor(*words, "--run", "first", AERIE_RUNS_DIR=str(tmp_path))
+        assert line(text, f"port {port}").startswith("\u2717") and "end what listens there" in text
 
 
 def test_a_bad_config_is_said_not_raised():

@@ -22,11 +22,11 @@ from .gpus import visible_devices
 from .nvidia import HANGS, ask
 from .paths import ROOT, python_path
 from .ports import another_listens, port_problem
+from .records import MODES, process_is, read_record, server_on_port, start_ticks
 from .report import write_json
 from .signals import signals_held
 from .target import problem_with
 
-MODES = ("extraction", "serving", "baseline", "oracle")  # capture on / target + drafter / target alone / SGLang's own aux states in the answer (see prove.py)
 OPS_LIBRARY = ROOT / "cuda" / "build" / "libaerie_drafter.so"
 CAPTURE_OFF = {"SGLANG_HS_DUMP_DIR": ""}  # an extraction server with capture off: what `bench_capture.py --plain-server` compares with
 PORT_KEYS = {"extraction": "server.port", "serving": "serve.port", "baseline": "bench.baseline_port", "oracle": "bench.baseline_port"}
@@ -195,19 +195,6 @@ def command_line(config: Config, mode: str, gpu: bool | None = None) -> list[str
     return [sys.executable, "-m", "sglang.launch_server", *render_args(server_args(config, mode, gpu))]
 
 
-def start_ticks(pid: int) -> int:
-    """When the process started, in clock ticks since boot; 0 when it is gone. Tells a process from a later one with its number."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (FileNotFoundError, ProcessLookupError, IndexError):
-        return 0
-
-
-def process_is(pid: int, ticks: int) -> bool:
-    """Whether the process with this number is still the one that started at `ticks`."""
-    return bool(ticks) and start_ticks(pid) == ticks
-
-
 def _group_alive(pgid: int) -> bool:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -236,16 +223,6 @@ def end_group(pgid: int, patience_s: float = 20.0) -> None:
 def watcher_path(config: Config, mode: str) -> Path:
     """Record of the process that starts the server of `mode` again when it dies."""
     return config.run.root / f"{mode}-watcher.json"
-
-
-def read_record(path: Path, *keys: str) -> dict[str, Any] | None:
-    """The record of a process, with these keys too; None where there is none, or a file that we did not write."""
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError, RecursionError):
-        return None
-    whole = isinstance(record, dict) and all(key in record for key in keys) and all(type(record.get(key)) is int for key in ("pid", "start_ticks"))
-    return record if whole and record["pid"] > 0 else None
 
 
 def watcher_record(config: Config, mode: str) -> dict[str, Any] | None:
@@ -302,7 +279,9 @@ def make_room(config: Config, modes: Sequence[str] = MODES) -> None:
 def refuse_busy_port(config: Config, mode: str) -> None:
     """Raise UserError when the server of `mode` cannot listen on its port."""
     if problem := port_problem(config.server.host, port_of(config, mode)):
-        raise UserError(f"{problem}: SET='{PORT_KEYS[mode]}=N' with make, --set {PORT_KEYS[mode]}=N by hand (the {mode} server)")
+        holder = server_on_port(port_of(config, mode)) if "in use" in problem else None
+        ours = f" (the {holder[1]} server of run {holder[0]} has it: `make stop RUN={holder[0]}` ends that)" if holder else ""
+        raise UserError(f"{problem}{ours}: SET='{PORT_KEYS[mode]}=N' with make, --set {PORT_KEYS[mode]}=N by hand (the {mode} server)")
 
 
 def refuse_busy_ports(config: Config, modes: Sequence[str] = ("extraction", "serving", "baseline")) -> None:

@@ -12,6 +12,7 @@ from typing import Iterator
 from ..errors import UserError
 from ..paths import expanded, runs_dir
 from ..ports import port_problem
+from ..records import server_on_port
 from .checks import GIB, Facts, Result, free_bytes
 from .needs import LEAST_DISK, for_gpus
 
@@ -75,12 +76,14 @@ def check_ports(facts: Facts) -> Iterator[Result]:
         return
     host = facts.config.server.host
     for what, port, key in (("extraction", facts.config.server.port, "server.port"), ("serving", facts.config.serve.port, "serve.port"), ("baseline", facts.config.bench.baseline_port, "bench.baseline_port")):
-        record = facts.config.run.root / f"{what}.json"
         problem = port_problem(host, port)
+        run, mode = (server_on_port(port) if "in use" in problem else None) or ("", "")
         if not problem:
             yield Result(True, f"port {port}", f"free ({what})")
-        elif record.is_file() and "in use" in problem:
-            yield Result(None, f"port {port}", f"in use; this run's own {what} server has a record")
+        elif run == facts.config.run.name:
+            yield Result(None, f"port {port}", f"in use by this run's own {mode} server", f"make stop RUN={run} ends it")
+        elif run:
+            yield Result(False, f"port {port}", f"in use by the {mode} server of run {run} ({what})", f"make stop RUN={run} ends it, --set {key}=N chooses another port; with RUN={run} doctor looks at that run")
         else:
             yield Result(False, f"port {port}", f"{problem} ({what})", f"--set {key}=N chooses another port")
 
