@@ -77,6 +77,10 @@ def print_summary(folder: Path, report: dict) -> None:
     odd = {name: value for name, value in report["counts"].items() if value and name not in ("chats", "train_chats", "heldout_chats")}
     if odd:
         print("counted: " + ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in odd.items()))
+    if not report["splits"]["heldout"]["rows"]:
+        chosen = report["counts"].get("heldout_chats", 0)
+        why = f"none of the {chosen} held-out chats gave one (see the counts above)" if chosen else "data.heldout = 0"
+        print(f"warning: there is no held-out row, so no accept length can be predicted: {why}; set data.heldout higher", file=sys.stderr)
     train = report["splits"]["train"]
     if train["supervised"] < MIN_SUPERVISED * train["tokens"]:
         print(

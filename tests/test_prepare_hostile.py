@@ -295,3 +295,34 @@ def test_errors_while_writing_are_one_sentence(number: int, words: str, capsys: 
         run_main(fails)
     said = capsys.readouterr().err
     assert caught.value.code == 2 and words in said and " /a/file" in said and len(said.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(("name", "text", "kept"), [
+    ("chats.jsonl", "{'prompt': \"Käse\"}  \n", "{'prompt': \"Käse\"}"), ("chats.json", "[{\"prompt\": \"a\", \"response\": \"b\"}, {\"x\" 1}]", "{\"x\" 1}]"),
+])  # fmt: skip
+def test_the_text_of_a_row_that_is_no_json_is_kept(name: str, text: str, kept: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    rejected = Rejected(tmp_path / "rejected.jsonl")
+    for number, row, chat in read_rows(path):
+        if isinstance(chat, BadRow):
+            rejected.add(f"{name}:{number}", row, str(chat))
+    rejected.close()
+    assert [json.loads(line)["row"] for line in (tmp_path / "rejected.jsonl").read_text().splitlines()] == [kept]
+
+
+def test_chats_without_answers_that_nobody_is_to_write(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = write_config(tmp_path, model, [{"prompt": f"Question {i}"} for i in range(5)], heldout=1, regenerate=True)
+    with pytest.raises(UserError, match="came out of 4 chats: 5 of all chats have no answer, .* leave --no-regenerate out"):
+        prepare(monkeypatch, config, "no-answers", "--no-regenerate")
+
+
+def test_no_held_out_row_is_warned_about(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    chats: list[Any] = [chat(i) for i in range(5)]
+    for heldout in (1, 0):
+        prepare(monkeypatch, write_config(tmp_path, model, chats, heldout=heldout, regenerate=False), f"heldout-{heldout}")
+        assert ("data.heldout = 0; set data.heldout higher" in capsys.readouterr().err) == (heldout == 0)
+    first = min(range(40), key=lambda i: parse_row({"prompt": f"Question {i}"}).prompt_key())  # the chat that is held out
+    chats = [{"prompt": f"Question {i}"} | ({} if i == first else {"response": "yes"}) for i in range(40)]
+    report = prepare(monkeypatch, write_config(tmp_path, model, chats, heldout=1, regenerate=False), "heldout-none")
+    assert report["splits"]["heldout"]["rows"] == 0 and "no accept length can be predicted: none of the 1 held-out chats gave one" in capsys.readouterr().err

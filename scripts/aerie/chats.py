@@ -24,7 +24,11 @@ CHUNK = 1 << 20  # bytes read at once from a JSON array
 
 
 class BadRow(ValueError):
-    """Why a row cannot be used; goes to rejected.jsonl."""
+    """Why a row cannot be used; goes to rejected.jsonl. text: of a row that could not be read."""
+
+    def __init__(self, reason: str, text: bytes | None = None):
+        super().__init__(reason)
+        self.text = text
 
 
 @dataclass
@@ -239,7 +243,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, Any]]:
             try:
                 yield number, json.loads(line)
             except (ValueError, RecursionError) as exc:  # also a number of more digits than Python reads
-                yield number, BadRow(f"not JSON: {exc}")
+                yield number, BadRow(f"not JSON: {exc}", line[:START].strip())
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
@@ -274,10 +278,10 @@ def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
                 if not end:
                     end = True
                     continue
-                yield line, BadRow(f"not JSON from here on: {exc}")
+                yield line, BadRow(f"not JSON from here on: {exc}", buffer[:START].encode())
                 return
             except (ValueError, RecursionError) as exc:  # a number too long, nested too deep: its end is not known
-                yield line, BadRow(f"cannot be read from here on: {exc}")
+                yield line, BadRow(f"cannot be read from here on: {exc}", buffer[:START].encode())
                 return
             yield line, item
             line += buffer[:used].count("\n")
@@ -303,7 +307,7 @@ def count_rows(path: Path) -> int | None:
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, Any, Chat | BadRow]]:
-    """(line, raw row, Chat or why it is none) for each row of a file. Raises UserError when the file cannot be read.
+    """(line, raw row, Chat or why it is none) for each row of a file; of a row that is not JSON its first bytes. Raises UserError when the file cannot be read.
 
     A file is JSON when its first character is [ or its name ends in .json, else JSONL: one JSON value a line.
     """
@@ -312,7 +316,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, Any, Chat | BadRow]]:
     try:
         for number, row in rows:
             if isinstance(row, BadRow):
-                yield number, None, row
+                yield number, row.text, row
                 continue
             try:
                 chat = parse_row(row)

@@ -219,6 +219,12 @@ class Preparation:
             self.rendered = progress.items
             if not writer.writers["train"].rows:
                 writer.abandon()
+                unanswered = self.counts["chats_without_answer"]
+                if unanswered and not self.regenerate:
+                    raise UserError(
+                        f"no row to train on came out of {selection.train} chats: {unanswered} of all chats have no answer, and the target is not to write them; "
+                        "leave --no-regenerate out (data.regenerate = true), or bring chats with answers"
+                    )
                 raise UserError(f"no row to train on came out of {selection.train} chats; see {rejected.path} and the counts: {dict(self.counts)}")
             supervised, others, data_hash = writer.token_counts(self.tokenizer.vocab_size)
             table = self.write_vocab(supervised, others, metadata | {"data_hash": data_hash})

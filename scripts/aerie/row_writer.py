@@ -51,7 +51,8 @@ class Rejected:
         self._count(reason)
         if self.count <= 5:
             print(f"rejected {source}: {reason[:200]}", flush=True)
-        self._write(json.dumps({"source": source, "reason": reason, "row": json.dumps(row, ensure_ascii=True)[:2000]}, ensure_ascii=True).encode() + b"\n")
+        text = row.decode(errors="replace") if isinstance(row, bytes) else json.dumps(row, ensure_ascii=True)  # bytes: a line that is not JSON
+        self._write(json.dumps({"source": source, "reason": reason, "row": text[:2000]}, ensure_ascii=True).encode() + b"\n")
 
     def place(self) -> int:
         """Bytes on the disk so far."""
