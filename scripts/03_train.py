@@ -27,7 +27,7 @@ from aerie.distributed import start_group
 from aerie.drafter import Drafter
 from aerie.drafter_fit import fit_drafter
 from aerie.drafter_init import init_from_target, make_shape, start_from
-from aerie.earlier import forget_older, make_space, place_of_drafter, set_aside, take_back
+from aerie.earlier import about_kept, forget_older, make_space, place_of_drafter, set_aside, take_back
 from aerie.errors import EXIT_FAILED, UserError, run_main
 from aerie.export import export_drafter
 from aerie.extract_plan import make_plan
@@ -255,7 +255,7 @@ def main() -> int:
             make_space(run, 12 * drafter_size, args.fresh)
             kept = set_aside(run, args.fresh)
             if latest is not None:
-                print("starting anew" + ("" if args.fresh else f": {why}") + (f"; the checkpoints that were there are kept in {kept}" if kept else ""), flush=True)
+                print("starting anew" + ("" if args.fresh else f": {why}") + about_kept(run, kept), flush=True)
     trainer.extra_state = {"fingerprint": belongs, "settings": settings}
     if not args.overfit and not group.rank:
         trainer.on_saved = lambda: forget_older(run)

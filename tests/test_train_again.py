@@ -7,12 +7,14 @@ import shutil
 
 import pytest
 from aerie import earlier
-from aerie.belongs import deciding, differences, recorded
+from aerie.belongs import deciding, differences, fingerprint, other_training, recorded
 from aerie.checkpoints import last_checkpoint
 from aerie.config import load_config
 from aerie.errors import UserError
 from aerie.pipeline import APART, Pipeline
 from aerie.report import write_json
+from aerie.store import read_manifest
+from aerie.vocab import load_vocab_map
 from safetensors.torch import load_file
 from test_train_script import make
 from train_runs import train, write_run
@@ -38,7 +40,7 @@ def trained(make_config, request):
     return config
 
 
-def test_the_drafter_of_another_config_is_not_the_pipelines_and_the_first_comes_back(trained):
+def test_the_drafter_of_another_config_is_not_the_pipelines_and_the_first_comes_back(trained, capfd):
     pipeline, step = Pipeline(trained, []), APART[-1]
     weights, own = drafter_of(trained)
     before = load_file(last_checkpoint(trained.run.checkpoints) / "tensors.safetensors")
@@ -51,8 +53,10 @@ def test_the_drafter_of_another_config_is_not_the_pipelines_and_the_first_comes_
     assert json.loads((trained.run.drafter / "report.json").read_text())["epochs"] == 1 and drafter_of(trained)[1] != own
     why = pipeline.not_done(step)
     assert why and "is of another training" in why and "train.epochs 1, now 2" in why and "samples" not in why
-    done = train(trained)  # what the pipeline then runs
-    assert done.returncode == 0 and "the config is set back" in done.stdout and "is made again from" in done.stdout, done.stdout + done.stderr
+    capfd.readouterr()
+    pipeline.run(["train"])
+    said = capfd.readouterr().out
+    assert said.startswith(f"== 1/1 train: {why}\n") and "the config is set back" in said and "is made again from" in said, said
     after = load_file(last_checkpoint(trained.run.checkpoints) / "tensors.safetensors")
     assert drafter_of(trained) == (weights, own) and pipeline.is_done(step) and all((after[name] == value).all() for name, value in before.items())
     (trained.run.drafter / "training.json").write_text("{")
@@ -74,14 +78,27 @@ def test_another_store_is_named_and_keys_that_decide_nothing_are_not(trained):
     assert "does not say which keys" in differences(None, one)
 
 
+def test_a_drafter_of_a_stream_is_known_by_its_data_when_the_shards_are_gone(trained):
+    vocab = load_vocab_map(trained.run.data / "vocab_map.safetensors", read_manifest(trained.run.store)["tokenizer_hash"], 512, 128).metadata
+    manifest, training = trained.run.store / "manifest.json", trained.run.drafter / "training.json"
+    write_json(manifest, json.loads(manifest.read_text()) | {"data_hash": "abc"})
+    write_json(training, json.loads(training.read_text()) | {"fingerprint": fingerprint(deciding(trained, vocab, "abc"))})
+    for shard in trained.run.store.glob("shard-*"):
+        shard.unlink()
+    assert other_training(trained) == ""
+    write_json(manifest, json.loads(manifest.read_text()) | {"data_hash": "abd"})
+    assert "is of another training" in other_training(trained)
+
+
 def test_nothing_is_removed_before_the_new_training_has_a_checkpoint(trained, monkeypatch, capsys):
     run, (_, own) = trained.run, drafter_of(trained)
     assert train(trained, *ANOTHER).returncode == 0
     second = drafter_of(trained)[1]
     state = last_checkpoint(run.checkpoints).name
-    assert earlier.set_aside(run) == run.earlier / second / "checkpoints"  # as a third training does, which then dies
+    kept = earlier.set_aside(run)
+    assert kept == run.earlier / second / "checkpoints"  # as a third training does, which then dies
     assert {path.parent.name for path in run.earlier.glob("*/checkpoints")} == {own, second}
-    assert (run.earlier / second / "checkpoints" / state).is_dir()
+    assert (kept / state).is_dir() and f"one generation is kept: {run.earlier / own / 'checkpoints'} goes when this" in earlier.about_kept(run, kept)
     assert train(trained, "--fresh").returncode == 0
     (kept,) = run.earlier.glob("*/checkpoints")  # one generation
     assert last_checkpoint(kept)

@@ -53,6 +53,13 @@ def set_aside(run: RunPaths, fresh: bool = False) -> Path | None:
     return place
 
 
+def about_kept(run: RunPaths, kept: Path | None) -> str:
+    """What becomes of the checkpoints that were there, and of those of a generation before; "" when there is none."""
+    older = sorted(str(path) for path in run.earlier.glob(f"*/{run.checkpoints.name}") if path != kept)
+    gone = f"; one generation is kept: {', '.join(older)} {'goes' if len(older) == 1 else 'go'} when this training has written a checkpoint" if kept and older else ""
+    return f"; the checkpoints that were there are kept in {kept}{gone}" if kept else ""
+
+
 def take_back(run: RunPaths, belongs: str) -> bool:
     """Checkpoints of this training that are kept become the run's own again; those in their place are kept in turn."""
     latest, kept = last_checkpoint(run.checkpoints), run.earlier / belongs / run.checkpoints.name
