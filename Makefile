@@ -56,8 +56,8 @@ extract: target ## the patched server writes hidden states; the script collects 
 train: $(READY) ## EAGLE-3 with training-time test, on the collected states
 	@"$(PY)" scripts/03_train.py $(ARGS)
 
-stream: server ## extract and train at the same time; the store never has to be whole
-	@"$(PY)" scripts/run_stream.py $(ARGS)
+stream: target ## extract and train at the same time; the store never has to be whole
+	@"$(PY)" scripts/run_stream.py $(ARGS) --start-server
 
 check: $(READY) ## is the drafter's folder one that SGLang will draft well with?
 	@"$(PY)" scripts/check_drafter.py $(ARGS)

@@ -22,7 +22,7 @@ from aerie.errors import EXIT_INTERRUPTED, UserError, run_main
 from aerie.extract_plan import make_plan, state_bytes
 from aerie.gpus import training_env
 from aerie.identity import read_model_config, text_config
-from aerie.pipeline import end_with_parent, script_command
+from aerie.pipeline import call, end_with_parent, script_command
 
 RESTARTS = 5  # of one end in a row, when it was killed or crashed; an error that the user can mend is not repeated
 SETTLED_S = 600.0  # an end that ran this long got somewhere: its restarts count anew, for a job of days may meet more than five deaths
@@ -114,6 +114,7 @@ def watch(ends: list[End]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     add_config_arguments(parser)
+    parser.add_argument("--start-server", action="store_true", help="start the run's extraction server where one is needed and none runs (as make stream does)")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # else both ends would go on without us
     config = config_from_args(args)
@@ -124,6 +125,8 @@ def main() -> int:
             f"the store would be {size / 1e9:.1f} GB and extract.keep_gb keeps {config.extract.keep_gb:g}: then each sample is read once; set "
             f"train.epochs = 1 (it is {config.train.epochs}), or a larger keep_gb"
         )
+    if args.start_server and not config.server.urls:
+        call(script_command(config, args.overrides, "01_launch_server.sh", ("--background",)), "the extraction server")
     extract = End("extraction", script_command(config, args.overrides, "02b_extract_hidden_states_sglang.py"))
     if fits and config.train.epochs != 1:
         print(f"the store of {size / 1e9:.2f} GB is kept whole and read {config.train.epochs} times: training starts when extraction is done", flush=True)

@@ -62,6 +62,16 @@ def test_make_data_starts_no_server_before_the_chats_are_read() -> None:
     assert "01_launch_server.sh" not in said and "02a_prepare_data.py" in said and "--start-server" in said
 
 
+def test_make_stream_starts_no_server_before_there_is_data(make_config: Callable[..., Config]) -> None:
+    config = make_config("llama", "nodata", extract={"keep_gb": 1.0})
+    command = [sys.executable, str(ROOT / "scripts" / "run_stream.py"), "--config", str(config.path), "--run", "nodata", "--start-server"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 2 and "make it with `make data" in done.stderr, done.stdout + done.stderr
+    assert not (config.run.logs / "extraction.log").exists()
+    said = subprocess.run(["make", "-n", "stream", f"PY={sys.executable}"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "01_launch_server.sh" not in said and "run_stream.py" in said and "--start-server" in said
+
+
 def test_the_server_is_started_once_the_chats_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """And only where it writes the answers."""
     model, called = make_fast(tmp_path / "chatml", "chatml"), []

@@ -48,7 +48,7 @@ APART = (
     Step("extract", "02b_extract_hidden_states_sglang.py", ("target", "extract"), "store/report.json", needs="extraction", flags=("--start-server",)),
     Step("train", "03_train.py", ("target", "draft", "train"), "drafter/report.json"),
 )
-STREAM = Step("stream", "run_stream.py", ("target", "extract", "draft", "train"), "drafter/report.json", needs="extraction")  # extract and train at once
+STREAM = Step("stream", "run_stream.py", ("target", "extract", "draft", "train"), "drafter/report.json", needs="extraction", flags=("--start-server",))  # extract and train at once
 LAST = (
     Step("check", "check_drafter.py", (), ""),
     Step("serve", "04_serve.sh", (), "", flags=("--background",)),
@@ -174,8 +174,6 @@ class Pipeline:
             start = time.monotonic()
             if step.needs and not (step.name in ("extract", "stream") and self.config.server.urls):
                 make_room(self.config, ["serving", "baseline"])  # of an earlier call
-                if "--start-server" not in step.flags:
-                    call(script_command(self.config, self.overrides, "01_launch_server.sh", ("--background",)), "the extraction server")
             call(script_command(self.config, self.overrides, step.script, step.flags), f"step {step.name}")
             seconds[step.name] = time.monotonic() - start
             if step.report:
