@@ -35,7 +35,8 @@ def main() -> None:
     preparation = Preparation(config, regenerate)
     folder = preparation.folder
     with one_writer(folder):
-        launcher = script_command(config, args.overrides, "01_launch_server.sh", ("--background",)) if args.start_server and regenerate and not config.data.url else []
+        asks_ours = regenerate and not (config.data.url or config.server.urls)
+        launcher = script_command(config, args.overrides, "01_launch_server.sh", ("--background",)) if args.start_server and asks_ours else []
         report = write_all(preparation, folder, regenerate, start, launcher)
     print_summary(folder, report)
 

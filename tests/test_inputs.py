@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,10 @@ from aerie.config import Config
 from aerie.errors import UserError
 from aerie.paths import ROOT
 from aerie.pipeline import Pipeline
+from aerie.records import start_ticks
+from aerie.report import write_json
+from aerie.servers import Server, command_line, url_of
+from data_fake_server import FakeServer, finished
 from data_tools import make_fast
 from test_answers import prepare, write_config
 from test_doctor import doctor, line
@@ -86,9 +91,26 @@ def test_the_server_is_started_once_the_chats_are_known(tmp_path: Path, monkeypa
         prepare(monkeypatch, config, "starts", "--start-server")
     assert len(called) == 1 and called[0][0].endswith("01_launch_server.sh") and called[0][-1] == "--background" and "5 chats: 3 to train on" in capsys.readouterr().out
     prepare(monkeypatch, config, "starts", "--start-server", "--no-regenerate")
-    with pytest.raises(UserError, match="no server answers at"):
-        prepare(monkeypatch, config, "starts", "--start-server", "--set", 'data.url="http://127.0.0.1:9"', "--set", "extract.server_wait_s=0")
+    for others in ('data.url="http://127.0.0.1:9"', 'server.urls=["http://127.0.0.1:9"]'):
+        with pytest.raises(UserError, match="no server answers at"):
+            prepare(monkeypatch, config, "starts", "--start-server", "--set", others, "--set", "extract.server_wait_s=0")
     assert len(called) == 1
+
+
+def test_data_with_a_server_that_runs_already(make_config: Callable[..., Config], tmp_path: Path) -> None:
+    """02a --start-server as make data calls it, down to 01_launch_server.sh, which finds the run's server; its answers become rows."""
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text("".join(json.dumps({"prompt": f"Question {i}"}) + "\n" for i in range(6)))
+    config = make_config("llama", "runs-already", data={"inputs": [str(chats)], "heldout": 2, "max_new_tokens": 8}, draft={"vocab_size": 64})
+    command = [sys.executable, str(ROOT / "scripts" / "02a_prepare_data.py"), "--config", str(config.path), "--run", "runs-already", "--start-server"]
+    record = {
+        "pid": os.getpid(), "start_ticks": start_ticks(os.getpid()), "mode": "extraction", "url": url_of(config, "extraction"), "log": "", "command": command_line(config, "extraction"),
+        "model_path": config.model_path, "aux_layer_ids": config.target.aux_layer_ids, "dtype": config.extract.dtype,
+    }  # fmt: skip
+    write_json(Server.record_path(config, "extraction"), record)
+    with FakeServer(lambda prompt, _: finished([5, 6, 7, 8]), port=config.server.port):
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=os.environ | {"PY": sys.executable})
+    assert done.returncode == 0 and "already running and healthy" in done.stdout and "train: 4 rows" in done.stdout and "heldout: 2 rows" in done.stdout, done.stdout + done.stderr
 
 
 def test_doctor_has_a_line_for_the_chats(tmp_path: Path) -> None:
