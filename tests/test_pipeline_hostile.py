@@ -45,6 +45,21 @@ def test_a_step_ends_with_the_pipeline(sign: signal.Signals, tmp_path: Path) -> 
             os.kill(pid, signal.SIGKILL)
 
 
+def test_an_interrupted_step_has_the_time_to_end_what_it_started(tmp_path: Path) -> None:
+    """Ctrl-C reaches the whole group: the step is not killed while it ends its server."""
+    started, ended = tmp_path / "started", tmp_path / "ended"
+    step = f"import time\ntry:\n    open({str(started)!r}, 'w').close(); time.sleep(120)\nfinally:\n    time.sleep(1.5); open({str(ended)!r}, 'w').close()"
+    code = f"import sys; sys.path.insert(0, {str(SCRIPTS)!r}); from aerie.pipeline import call; call([sys.executable, '-c', {step!r}], 'a step')"
+    process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not started.exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    process.wait(60)
+    assert ended.exists()
+
+
 @pytest.mark.parametrize("script", ["run_all.py", "demo.py"])
 def test_two_pipelines_of_one_run(make_config: Callable[..., Config], script: str) -> None:
     """The second must not end the first one's servers, neither between its steps nor when it is refused."""

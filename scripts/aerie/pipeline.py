@@ -29,6 +29,7 @@ from .servers import make_room
 
 SCRIPTS = ROOT / "scripts"
 LIBC = ctypes.CDLL(None)
+ENDING_S = 35.0  # of a script that was interrupted: a server is given 30 s to end
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,16 @@ def file_hash(path: Path) -> str:
 
 def call(command: list[str], what: str) -> None:
     """Run one script, which ends when we do; its failure ends the pipeline with its own exit code, its own words stand above."""
-    code = subprocess.run(command, env=os.environ | {"PY": sys.executable}, check=False, preexec_fn=end_with_parent).returncode  # noqa: PLW1509  no threads here
+    process = subprocess.Popen(command, env=os.environ | {"PY": sys.executable}, preexec_fn=end_with_parent)  # noqa: PLW1509  no threads here
+    try:
+        code = process.wait()
+    except BaseException:  # Ctrl-C has reached the script too, which ends the server that it was starting: subprocess.run() would kill it after 0.25 s, and leave that
+        try:
+            process.wait(ENDING_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        raise
     if code:
         print(f"{what} ended with exit code {code}; mend what it says above, then run the same command again: it goes on from here", file=sys.stderr)
         raise SystemExit(code)
