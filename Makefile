@@ -82,7 +82,7 @@ doctor: ## what this machine has, and what is wrong with it: a tick or a cross e
 	@"$$(command -v "$(PY)" || command -v "$(PYTHON)" || echo python3)" scripts/doctor.py $(ARGS)
 
 test: $(READY) target ## the tests that fit in 25 minutes on 2 cores (TESTS=FILE: all of that file)
-	@"$(PY)" -m pytest $(TESTS) $(if $(filter tests,$(TESTS)),-m "not slow and not docs and not gpu") $(PYTEST_ARGS)
+	@"$(PY)" -m pytest $(TESTS) $(if $(filter tests tests/,$(TESTS)),-m "not slow and not docs and not gpu") $(PYTEST_ARGS)
 
 test-all: $(READY) target ## all tests, the slow ones and the commands of the docs too
 	@"$(PY)" -m pytest $(TESTS) $(PYTEST_ARGS)

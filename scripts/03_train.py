@@ -233,7 +233,7 @@ def main() -> int:
     drafter_size = sum(p.numel() for p in drafter.parameters())
     print(f"drafter: {drafter_size / 1e6:.1f} M parameters, {origin}; {dtype} on {device}, {kernels}", flush=True)
     print(f"{len(training)} samples to train on, {len(heldout[: train.eval_samples])} held out; {len(trainer.plan.steps)} steps{'' if args.overfit else f' in {train.epochs} epochs'}", flush=True)
-    if not (args.overfit or args.fresh or stream or group.rank):
+    if not (args.overfit or args.fresh or group.rank) and (not stream or stream.consumed()):  # a store that was begun anew is no earlier stream's
         take_back(run, belongs)
     group.barrier()
     latest = None if args.overfit else last_checkpoint(run.checkpoints)
@@ -253,7 +253,7 @@ def main() -> int:
         group.barrier()  # all have looked
         if not args.overfit and not group.rank:
             make_space(run, 12 * drafter_size, args.fresh)
-            kept = set_aside(run, args.fresh)
+            kept = set_aside(run, belongs if args.fresh else "")
             if latest is not None:
                 print("starting anew" + ("" if args.fresh else f": {why}") + about_kept(run, kept), flush=True)
     trainer.extra_state = {"fingerprint": belongs, "settings": settings}

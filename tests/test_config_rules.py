@@ -101,3 +101,13 @@ def test_a_shared_port_held_by_the_run_s_own_server_is_free_for_the_other(make_c
             refuse_busy_ports(config)
     finally:
         server.close()
+
+
+def test_ports_of_servers_that_run_at_once_differ(make_config: Callable[..., Config]) -> None:
+    path, apart = str(make_config("llama", "ports-at-once").path), "train.stop_server=false"
+    for words in (["serve.port=30500", "server.port=30500"], ["bench.baseline_port=30500", "server.port=30500"], ["serve.port=30500", "bench.baseline_port=30500", "bench.side_by_side=true"]):
+        with pytest.raises(UserError, match="both servers run at once"):
+            load_config(path, overrides=[apart, *words])
+        if "bench.side_by_side=true" not in words:
+            load_config(path, overrides=words)
+            load_config(path, overrides=[apart, *words, 'server.urls=["http://127.0.0.1:9"]'])

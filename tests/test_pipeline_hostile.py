@@ -60,6 +60,21 @@ def test_an_interrupted_step_has_the_time_to_end_what_it_started(tmp_path: Path)
     assert ended.exists()
 
 
+def test_a_step_that_was_not_told_is_told(tmp_path: Path) -> None:
+    """SIGTERM for us alone: the step gets one too before it is killed, and ends its server."""
+    started, ended = tmp_path / "started", tmp_path / "ended"
+    step = f"import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(1))\ntry:\n    open({str(started)!r}, 'w').close(); time.sleep(120)\nfinally:\n    open({str(ended)!r}, 'w').close()"
+    code = f"import sys; sys.path.insert(0, {str(SCRIPTS)!r}); import aerie.pipeline as pipeline; pipeline.ENDING_S = 1.0; pipeline.call([sys.executable, '-c', {step!r}], 'a step')"
+    process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not started.exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)  # as our scripts take SIGTERM
+    process.wait(60)
+    assert ended.exists()
+
+
 @pytest.mark.parametrize("script", ["run_all.py", "demo.py"])
 def test_two_pipelines_of_one_run(make_config: Callable[..., Config], script: str) -> None:
     """The second must not end the first one's servers, neither between its steps nor when it is refused."""

@@ -60,7 +60,10 @@ def test_a_plain_python_goes_on_with_the_venv_or_the_python_that_is_named(tmp_pa
     script = tmp_path / "scripts" / "show_sample.py"
     for named in ({"VENV": sys.prefix}, {"PY": sys.executable}, {"PY": sys.executable, "VENV": "/nowhere"}):
         assert run(plain_python(), script, "--help", **named).stdout.startswith("usage: show_sample.py"), named
-    for wrong in ({"PY": plain_python()}, {"PY": "/no/such/python"}, {"VENV": "/nowhere"}):  # never asked twice
+    shim = tmp_path / "python"
+    shim.write_text(f'#!/bin/sh\nexec {plain_python()} "$@"\n')
+    shim.chmod(0o755)
+    for wrong in ({"PY": plain_python()}, {"PY": str(shim)}, {"PY": "/no/such/python"}, {"VENV": "/nowhere"}):  # never asked twice
         done = run(plain_python(), script, "--help", **wrong)
         assert done.returncode == 2 and "has no module" in done.stderr and "VENV=/path/to/venv" in done.stderr, wrong
 

@@ -109,3 +109,9 @@ def test_nothing_is_removed_before_the_new_training_has_a_checkpoint(trained, mo
     earlier.make_space(run, 3, fresh=False)
     earlier.make_space(run, 4, fresh=True)
     assert "are removed, not kept" in capsys.readouterr().out and not run.checkpoints.exists() and not kept.exists()
+
+
+def test_fresh_hides_its_own_checkpoints_alone(trained):
+    run, (_, own) = trained.run, drafter_of(trained)
+    assert earlier.set_aside(run, "anothertraining") == run.earlier / own / "checkpoints" and earlier.take_back(run, own)
+    assert earlier.set_aside(run, own) == run.earlier / f"{own}-before-fresh" / "checkpoints" and not earlier.take_back(run, own)

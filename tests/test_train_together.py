@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from aerie.errors import UserError
+from aerie.errors import UserError, complain
 from aerie.gpus import refuse_missing
 from aerie.servers import process_is, start_ticks
 from test_train_script import make
@@ -91,3 +91,8 @@ def test_all_end_when_the_training_is_asked_to(tmp_path, sign, code, said):
     while any(process_is(pid, ticks) and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z" for pid, ticks in pids):
         assert time.monotonic() < deadline, "a process of the training goes on alone"
         time.sleep(0.05)
+
+
+def test_a_sentence_that_cannot_be_left_for_the_others_is_said(tmp_path, capsys):
+    complain("error: full", str(tmp_path / "nowhere" / "said.txt"))
+    assert capsys.readouterr().err == "error: full\n"

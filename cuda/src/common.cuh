@@ -104,7 +104,9 @@ int launch_if(bool early_too, void (*kernel)(Parameters...), dim3 blocks, int th
     config.stream = stream;
     config.attrs = &early;
     config.numAttrs = early_too ? 1 : 0;
-    return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+    const cudaError_t code = cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+    if (code) cudaGetLastError();  // it is answered, and is nobody else's
+    return code;
 }
 
 template <typename... Parameters, typename... Arguments>

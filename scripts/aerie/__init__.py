@@ -17,11 +17,12 @@ BY_HAND = Path(sys.argv[0]).resolve().parent == SCRIPTS  # one of our scripts wa
 
 def use_venv() -> None:
     """A script started by hand with a Python that lacks our packages goes on with the one that PY names, else that of the venv that VENV names, else that of .venv."""
+    tried = os.environ.pop("AERIE_TRIED_PYTHON", "")  # once: a wrapper that starts another Python would be asked for ever
     if find_spec("safetensors") is not None:
         return
-    root = SCRIPTS.parent
-    python = shutil.which(os.environ.get("PY") or root / os.environ.get("VENV", ".venv") / "bin" / "python")
-    if python is not None and os.path.abspath(python) != os.path.abspath(sys.executable):
+    python = shutil.which(os.environ.get("PY") or str(SCRIPTS.parent / (os.environ.get("VENV") or ".venv") / "bin" / "python"))
+    if python is not None and python != tried and os.path.abspath(python) != os.path.abspath(sys.executable):
+        os.environ["AERIE_TRIED_PYTHON"] = python
         os.execv(python, [python, *sys.argv])
 
 

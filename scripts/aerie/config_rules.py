@@ -50,7 +50,8 @@ def check_together(config: Config, where: Mapping[str, str]) -> None:
     if serve.num_draft_tokens and (problem := draft_tokens_problem(serve.num_steps, serve.topk, serve.num_draft_tokens)):
         raise UserError(f"{source('serve.num_draft_tokens', 'serve.num_steps', 'serve.topk')}: serve.num_draft_tokens = {serve.num_draft_tokens}, but {problem}; set it right, or to 0 to leave it to num_steps and topk")
     together = [("serve.port", serve.port, "bench.baseline_port", config.bench.baseline_port, config.bench.side_by_side, "bench.side_by_side = true"),
-                ("serve.port", serve.port, "server.port", config.server.port, not config.train.stop_server, "train.stop_server = false")]  # fmt: skip
+                *((key, port, "server.port", config.server.port, not (config.train.stop_server or config.server.urls), "train.stop_server = false")
+                  for key, port in (("serve.port", serve.port), ("bench.baseline_port", config.bench.baseline_port)))]  # fmt: skip
     for key, port, other, taken, both, why in together:  # else one is ended before the other starts
         if both and port == taken:
             raise UserError(f"{source(key, other)}: {key} = {port} is {other} too, and with {why} both servers run at once; set one of them to another port")

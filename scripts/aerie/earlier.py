@@ -41,13 +41,14 @@ def place_of_drafter(run: RunPaths, belongs: str) -> Path | None:
     return place_of(run, own, run.drafter.name) if own != belongs and (run.drafter / "model.safetensors").is_file() else None
 
 
-def set_aside(run: RunPaths, fresh: bool = False) -> Path | None:
-    """Keep the run's checkpoints elsewhere: the place; None (and half-written ones removed) when there is no whole one. With --fresh take_back() will not find them."""
+def set_aside(run: RunPaths, fresh: str = "") -> Path | None:
+    """Keep the run's checkpoints elsewhere: the place; None (and half-written ones removed) when there is no whole one. `fresh`: the fingerprint of a training with --fresh, whose own take_back() will not find."""
     latest = last_checkpoint(run.checkpoints)
     if latest is None:
         shutil.rmtree(run.checkpoints, ignore_errors=True)
         return None
-    place = place_of(run, fingerprint_of(read_state, latest) + ("-before-fresh" if fresh else ""), run.checkpoints.name)
+    own = fingerprint_of(read_state, latest)
+    place = place_of(run, own + ("-before-fresh" if own == fresh else ""), run.checkpoints.name)
     run.checkpoints.rename(place)
     os.utime(place)
     return place

@@ -46,6 +46,8 @@ def complain(sentence: str, says: str) -> None:
             file.write(sentence)
     except FileExistsError:
         pass
+    except OSError:  # a full disk
+        print(sentence, file=sys.stderr)
 
 
 def run_main(main: Callable[[], int | None]) -> NoReturn:

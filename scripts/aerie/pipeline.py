@@ -88,11 +88,13 @@ def call(command: list[str], what: str) -> None:
     try:
         code = process.wait()
     except BaseException:  # Ctrl-C has reached the script too, which ends the server that it was starting: subprocess.run() would kill it after 0.25 s, and leave that
-        try:
-            process.wait(ENDING_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        for then in (process.terminate, process.kill):  # SIGTERM may have reached us alone
+            try:
+                process.wait(ENDING_S)
+                break
+            except subprocess.TimeoutExpired:
+                then()
+        process.wait()
         raise
     if code:
         print(f"{what} ended with exit code {code}; mend what it says above, then run the same command again: it goes on from here", file=sys.stderr)

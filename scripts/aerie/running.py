@@ -8,7 +8,7 @@ from .config import Config
 from .errors import UserError
 from .servers import Server, command_line, server_env
 
-NOT_OPTIONS = ("PYTHONPATH", "AERIE_ROOT", "SGLANG_HS_DUMP_OPS")  # follow the caller's shell and what is built, not the config
+NOT_OPTIONS = ("PYTHONPATH", "AERIE_ROOT", "SGLANG_HS_DUMP_OPS", "CUDA_VISIBLE_DEVICES")  # follow the caller's shell and what is built, not the config
 
 
 def options_of(command: Sequence[str]) -> dict[str, str]:

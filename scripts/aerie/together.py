@@ -75,8 +75,8 @@ def run_together(count: int, words: Sequence[str], logs: Path) -> int:
                 return 0
             time.sleep(0.1)
         end(processes, signal.SIGTERM)
-        if says.exists():
-            print(says.read_text(encoding="utf-8"), file=sys.stderr)
+        if says.exists() and (text := says.read_text(encoding="utf-8")):
+            print(text, file=sys.stderr)
             return EXIT_USER
         code = processes[failed].returncode
         tell(failed, code, files[failed])
