@@ -38,6 +38,7 @@ from aerie.paths import RunPaths
 from aerie.progress import Progress
 from aerie.report import read_report, write_report
 from aerie.servers import make_room
+from aerie.shapes import CHECKPOINT_BYTES
 from aerie.store import Store, StreamingStore
 from aerie.stream_train import StreamTrainer, total_steps, wait_for_heldout
 from aerie.target_weights import TargetWeights
@@ -252,7 +253,7 @@ def main() -> int:
     else:
         group.barrier()  # all have looked
         if not args.overfit and not group.rank:
-            make_space(run, 12 * drafter_size, args.fresh)
+            make_space(run, CHECKPOINT_BYTES * drafter_size, args.fresh)
             kept = set_aside(run, belongs if args.fresh else "")
             if latest is not None:
                 print("starting anew" + ("" if args.fresh else f": {why}") + about_kept(run, kept), flush=True)

@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -37,6 +36,7 @@ from aerie.errors import UserError, run_main
 from aerie.generate_client import Client
 from aerie.identity import tokenizer_hash
 from aerie.paths import ROOT
+from aerie.ports import free_port
 from aerie.report import peak_memory_bytes, write_report
 from aerie.rid import sample_id
 from aerie.samples import Sample, write_samples
@@ -89,12 +89,6 @@ def make_data(folder: Path, lengths: np.ndarray, target: Path, seed: int = 0) ->
         return Sample(sample_id(ids, mask), ids, mask)
 
     write_samples(folder / "train.safetensors", [sample(int(tokens)) for tokens in lengths], {"tokenizer_hash": tokenizer_hash(target), "template_hash": "", "mask_rule": "generated"})
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Anonymous(threading.Thread):

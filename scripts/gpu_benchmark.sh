@@ -7,9 +7,7 @@ set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 case ${1:-} in ''|-*) sed -n '2,5s/^# //p' "$0"; exit $([ "${1:-}" = --help ] && echo 0 || echo 2) ;; esac
 out=$1; shift
-py=${PY:-${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}}
-venv=${VENV:-.venv}; case $venv in /*) ;; *) venv=$here/../$venv ;; esac
-export PY=${py:-$venv/bin/python}
+. "$here/aerie/find_python.sh"
 cd "$here/.." && mkdir -p "$out"
 config=smollm2-gpu run=gpu-bench tree=gpu-bench-tree runs=${AERIE_RUNS_DIR:-runs} stage=${STAGE:-all}
 # Servers share the card and start side by side: a small cache each, the decode graphs that the concurrencies need, and no prefill graphs (about 60 more captures a server).

@@ -27,7 +27,7 @@ def main() -> None:
         if not args.steps:
             refuse_busy_ports(config)
         pipeline = Pipeline(config, args.overrides)
-        pipeline.refuse_missing_chats([step for step in pipeline.steps if not args.steps or step.name in args.steps])
+        pipeline.refuse_missing_chats(args.steps)
         call(script_command(config, args.overrides, "prepare_target.py"), "preparing the target")
         try:
             seconds = pipeline.run(args.steps)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import requests
 import torch
 from aerie.config import Config, load_config
+from aerie.ports import free_port
 from safetensors.torch import load_file, save_file
 
 # Ids whose capture points are 2, 3 and 5 of the six layers. deepseek_v2 captures at the id (unless the first is 1), llama and qwen at id + 1.
@@ -24,13 +24,6 @@ def gpu_benchmark_table(out: Path) -> str:
     script = (Path(__file__).resolve().parents[1] / "scripts" / "gpu_benchmark.sh").read_text(encoding="utf-8")
     code = script.split("<<'TABLE'\n", 1)[1].split("\nTABLE\n", 1)[0]
     return subprocess.run([sys.executable, "-c", code, str(out)], capture_output=True, text=True, check=True, timeout=60).stdout
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _toml(value: Any) -> str:

@@ -14,6 +14,7 @@ from aerie.errors import UserError
 from aerie.paths import ROOT
 from aerie.servers import Server
 from cpu_tools import write_config
+from train_runs import torchrun
 
 
 @pytest.fixture
@@ -67,7 +68,7 @@ def test_the_trainer_of_a_stream_sees_its_gpu_alone():
 def test_torchrun_gives_every_process_the_gpus():
     said = "f\"seen {os.environ['RANK']} {os.environ['CUDA_VISIBLE_DEVICES']} {sys.argv[1:]}\\n\""
     program = f"import os, sys; os.write(1, {said}.encode())"  # in one write: both processes have the same pipe
-    command = gpus.torchrun(2, ["-c", program, "--resume"])
+    command = torchrun(2, ["-c", program, "--resume"])
     command[command.index("--") : command.index("--") + 1] = ["--no-python", "--", sys.executable]
     done = subprocess.run(command, env=os.environ | gpus.training_env([3, 5], {}), capture_output=True, text=True, timeout=120, check=True)
     assert sorted(line for line in done.stdout.splitlines() if line.startswith("seen")) == ["seen 0 3,5 ['--resume']", "seen 1 3,5 ['--resume']"]

@@ -45,34 +45,30 @@ def test_a_step_ends_with_the_pipeline(sign: signal.Signals, tmp_path: Path) -> 
             os.kill(pid, signal.SIGKILL)
 
 
-def test_an_interrupted_step_has_the_time_to_end_what_it_started(tmp_path: Path) -> None:
-    """Ctrl-C reaches the whole group: the step is not killed while it ends its server."""
+def interrupted_step(tmp_path: Path, begins: str, ends: str, ending_s: float, interrupt: Callable[[subprocess.Popen], None]) -> Path:
+    """call() on a step that sleeps and is interrupted: `begins` is run first, `ends` when it is told to end; the file that it writes then."""
     started, ended = tmp_path / "started", tmp_path / "ended"
-    step = f"import time\ntry:\n    open({str(started)!r}, 'w').close(); time.sleep(120)\nfinally:\n    time.sleep(1.5); open({str(ended)!r}, 'w').close()"
-    code = f"import sys; sys.path.insert(0, {str(SCRIPTS)!r}); from aerie.pipeline import call; call([sys.executable, '-c', {step!r}], 'a step')"
+    step = f"import signal, sys, time\n{begins}\ntry:\n    open({str(started)!r}, 'w').close(); time.sleep(120)\nfinally:\n    {ends}; open({str(ended)!r}, 'w').close()"
+    code = f"import sys; sys.path.insert(0, {str(SCRIPTS)!r}); import aerie.pipeline as pipeline; pipeline.ENDING_S = {ending_s}; pipeline.call([sys.executable, '-c', {step!r}], 'a step')"
     process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while not started.exists():
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)
+    interrupt(process)
     process.wait(60)
-    assert ended.exists()
+    return ended
+
+
+def test_an_interrupted_step_has_the_time_to_end_what_it_started(tmp_path: Path) -> None:
+    """Ctrl-C reaches the whole group: the step is not killed while it ends its server."""
+    assert interrupted_step(tmp_path, "", "time.sleep(1.5)", 35.0, lambda process: os.killpg(process.pid, signal.SIGINT)).exists()
 
 
 def test_a_step_that_was_not_told_is_told(tmp_path: Path) -> None:
-    """SIGTERM for us alone: the step gets one too before it is killed, and ends its server."""
-    started, ended = tmp_path / "started", tmp_path / "ended"
-    step = f"import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(1))\ntry:\n    open({str(started)!r}, 'w').close(); time.sleep(120)\nfinally:\n    open({str(ended)!r}, 'w').close()"
-    code = f"import sys; sys.path.insert(0, {str(SCRIPTS)!r}); import aerie.pipeline as pipeline; pipeline.ENDING_S = 1.0; pipeline.call([sys.executable, '-c', {step!r}], 'a step')"
-    process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while not started.exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)  # as our scripts take SIGTERM
-    process.wait(60)
-    assert ended.exists()
+    """SIGTERM for us alone, which our scripts take as Ctrl-C: the step gets one too before it is killed, and ends its server."""
+    begins = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))"
+    assert interrupted_step(tmp_path, begins, "pass", 1.0, lambda process: process.send_signal(signal.SIGINT)).exists()
 
 
 @pytest.mark.parametrize("script", ["run_all.py", "demo.py"])

@@ -16,7 +16,6 @@ from aerie.batches import build_batch
 from aerie.config import Train
 from aerie.distributed import Group
 from aerie.drafter import Drafter
-from aerie.gpus import torchrun
 from aerie.optimizer import Optimizer
 from aerie.step import add_gradients
 from aerie.store import Store
@@ -24,7 +23,7 @@ from aerie.trainer import make_plan
 from aerie.unroll import Rope
 from safetensors.torch import load_file
 from train_helpers import make_fixed, make_sample, make_shape
-from train_runs import SCRIPT, train, write_run
+from train_runs import SCRIPT, torchrun, train, write_run
 
 TRAIN = {"ttt_steps": 3, "epochs": 2, "batch_tokens": 64, "lr": 1e-3, "eval_samples": 4, "checkpoint_every": 1000, "device": "cpu"}
 

@@ -6,17 +6,24 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Sequence
 
 import numpy as np
 import torch
 from aerie.config import Config
 from aerie.identity import model_hash, tokenizer_hash
+from aerie.ports import free_port
 from aerie.rid import sample_id
 from aerie.store import StoreWriter
 from aerie.target_weights import TargetWeights
 from aerie.vocab import write_vocab_map
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "03_train.py"
+
+
+def torchrun(processes: int, words: Sequence[str]) -> list[str]:
+    """The command of a torchrun of one's own: a Python script (`words`: it and its arguments) in so many processes of this machine."""
+    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(free_port()), "--", *words]
 
 
 def write_run(config: Config, samples: int = 24, heldout: int = 6, length: int = 24, seed: int = 0, learnable: bool = True, bad: int = 0, draft_vocab: int = 128) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
-import sys
 from typing import Mapping, Sequence
 
 from .config import Config
@@ -48,15 +46,3 @@ def refuse_missing(gpus: Sequence[int], device: str, seen: int) -> None:
     if gpus and device != "cpu" and seen < len(gpus):
         sees = f"{seen} of them" if seen else "no GPU"
         raise UserError(f"train.gpus = {list(gpus)}, but PyTorch sees {sees} here; set it to GPUs that nvidia-smi lists, or to [] for one process on what is here (`make doctor` says more)")
-
-
-def free_port() -> int:
-    """A port of this machine that nothing listens on."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def torchrun(processes: int, words: Sequence[str]) -> list[str]:
-    """The command of a torchrun of one's own: a Python script (`words`: it and its arguments) in so many processes of this machine."""
-    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(free_port()), "--", *words]

@@ -162,9 +162,9 @@ class Pipeline:
         same = all(json.dumps(then.get(name), sort_keys=True) == json.dumps(sections[name], sort_keys=True, default=str) for name in step.sections)
         return same and not report.get("sweep") and report.get("prompt_sets", [self.config.bench.prompts]) == [self.config.bench.prompts]
 
-    def refuse_missing_chats(self, steps: Sequence[Step]) -> None:
-        """Raise UserError where data is still to be made and a file of data.inputs is not there, not readable or empty: before a server is started for it."""
-        if DATA in steps and not self.is_done(DATA):
+    def refuse_missing_chats(self, names: Sequence[str] | None) -> None:
+        """Raise UserError where one of these steps (None: all) is data and a file of data.inputs is not there, not readable or empty: before a server is started for it."""
+        if names is None or DATA.name in names:  # the step is done only while its files are as they were
             input_files(self.config)
 
     def run(self, names: list[str] | None = None) -> dict[str, float]:
@@ -174,7 +174,7 @@ class Pipeline:
         if wrong := [name for name in names or () if name not in own]:
             raise UserError(f"--steps {' '.join(wrong)}: with extract.keep_gb = {self.config.extract.keep_gb:g} the steps of this run are {' '.join(own)}")
         steps = [step for step in self.steps if names is None or step.name in names]
-        self.refuse_missing_chats(steps)
+        self.refuse_missing_chats(names)
         for number, step in enumerate(steps, 1):
             later_done = step.name in ("check", "serve") and self.is_done(self.steps[-1])
             why = self.not_done(step)

@@ -20,7 +20,7 @@ from .paths import resolve_input
 from .report import read_report
 from .samples import SampleFile
 from .servers import tensor_parallel
-from .shapes import FLOAT_BYTES, Shape, load_shape
+from .shapes import CHECKPOINT_BYTES, FLOAT_BYTES, Shape, load_shape
 from .store_files import supervised_rows
 
 GIB = 1 << 30
@@ -354,7 +354,7 @@ def plan_disk(plan: Plan, config: Config, shape: Shape, amounts: Amounts, disk_f
         kept = f"extract.keep_gb, of {store / 1e12:.2f} TB that go through: {kept}"
         store = config.extract.keep_gb * 1e9
     count = sum(drafter_parameters(config, shape).values())
-    plan.disk = [Part("data", amounts.tokens * ID_AND_MASK), Part("store", store, kept), Part("checkpoints", 2 * count * 12, "the last and the best: masters and moments"),
+    plan.disk = [Part("data", amounts.tokens * ID_AND_MASK), Part("store", store, kept), Part("checkpoints", 2 * count * CHECKPOINT_BYTES, "the last and the best: masters and moments"),
                  Part("drafter", count * 2)]  # fmt: skip
     needed = sum(part.bytes for part in plan.disk)
     if needed > disk_free:

@@ -33,6 +33,13 @@ def port_is_free(host: str, port: int) -> bool:
     return not port_problem(host, port)
 
 
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 def listening_sockets(port: int) -> set[str]:
     """socket:[inode] of all that listen on the port, as /proc/PID/fd names them; empty where /proc does not say."""
     found = set()

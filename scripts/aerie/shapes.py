@@ -16,6 +16,7 @@ from .identity import read_model_config, text_config
 from .paths import CONFIGS
 
 FLOAT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+CHECKPOINT_BYTES = 12  # a parameter of the drafter: master and both moments of AdamW, float32
 
 
 def _number(config: dict[str, Any], *names: str, default: int | None = None) -> int:

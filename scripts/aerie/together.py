@@ -15,8 +15,8 @@ from types import FrameType
 from typing import Sequence
 
 from .errors import EXIT_INTERRUPTED, EXIT_USER, SAYS
-from .gpus import free_port
 from .pipeline import end_with_parent
+from .ports import free_port
 
 PATIENCE_S = 60.0  # for a process that was asked to end: a checkpoint may be on its way to the disk
 TAIL = 30  # lines of the log of a process that broke

@@ -23,12 +23,11 @@ sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests"), str(ROOT / "tests" /
 
 import torch  # noqa: E402
 from aerie.config import Config, load_config  # noqa: E402
-from aerie.gpus import torchrun  # noqa: E402
 from aerie.tiny import CONFIGS, make_tiny  # noqa: E402
 from cpu_tools import write_config  # noqa: E402
 from gpu_parts import Parts, begin, kill_tree  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from train_runs import SCRIPT, write_run  # noqa: E402
+from train_runs import SCRIPT, torchrun, write_run  # noqa: E402
 
 GPU = torch.cuda.is_available()
 SIZES = ("S", "K") if GPU else ("tiny",)
