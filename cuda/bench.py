@@ -7,7 +7,7 @@
 
 `ms` is one call between two events, a launch (`launch_ms`) included; `row_ms` is a call inside a CUDA graph of several calls one behind the other, each on inputs and
 outputs of its own. `copy_ms` and `copy_row_ms` are a plain copy of as many bytes, timed both ways: what a small op can be compared with.
-Decode ops beside an empty kernel (`floor`), each timed in the same ways: `graph_us` in a CUDA graph, which is what the goal is judged by; `launch_us` launched one behind
+Decode ops beside an empty kernel (`floor`, timed before and behind each), each timed in the same ways: `graph_us` in a CUDA graph, which is what the goal is judged by; `launch_us` launched one behind
 the other through the library's C function into a stream, its arguments prepared, host time included; `host_us` through torch.library.
 Bytes are counted as each input read once and each output written once. Predicted times for SM120 are those bytes over 1.79 TB/s: predictions, not results.
 """
@@ -164,6 +164,7 @@ class Bench:
     def __init__(self, repeats: int, variants: bool, peers: bool) -> None:
         self.repeats, self.variants, self.rows = repeats, variants, []
         self.copies: dict[int, tuple[float, float]] = {}  # bytes -> copy_times()
+        self.floor: dict[str, float] = {}  # decode_times() of an empty kernel, the latest
         source = torch.randn(1 << 28, device="cuda").bfloat16()  # 512 MB
         to = torch.empty_like(source)
         ms = median_ms(lambda _: to.copy_(source), 20)
@@ -212,8 +213,13 @@ class Bench:
         except Exception as exc:  # theirs, not ours
             print(f"{op}: {type(exc).__name__}: {str(exc)[:120]}", flush=True)
 
-    def add_decode(self, op: str, size: str, work: Callable[[], Any], floor: dict[str, float]) -> None:
-        row = {"op": op, "size": size, **decode_times(work), "floor": floor}
+    def add_decode(self, op: str, size: str, work: Callable[[], Any]) -> None:
+        """One row of a decode op. Its floor is the mean of an empty kernel timed before it and behind it: a host's speed wanders by more than the goal allows."""
+        before = self.floor or decode_times(self.empty)
+        times = decode_times(work)
+        self.floor = decode_times(self.empty)
+        floor = {name: (before[name] + self.floor[name]) / 2 for name in before}
+        row = {"op": op, "size": size, **times, "floor": floor}
         self.rows.append(row)
         names = {"graph_us": "in a graph", "launch_us": "a launch back to back", "host_us": "through torch.library"}
         texts = [f"{row[key]:7.2f} us {name} ({row[key] / floor[key]:5.2f} times an empty one)" for key, name in names.items() if key in row]
@@ -320,7 +326,6 @@ def fp8_rows(bench: Bench, rows: list[int], hidden: int, peers: bool) -> None:
 
 
 def decode_ops(bench: Bench, batches: list[int], vd: int, peers: bool) -> None:
-    floor = decode_times(bench.empty)
     d2t = torch.arange(vd, device="cuda")
     for n in batches:
         for dtype in (torch.bfloat16, torch.float32):
@@ -328,15 +333,15 @@ def decode_ops(bench: Bench, batches: list[int], vd: int, peers: bool) -> None:
             for k in (1, 4, 8, 32):
                 work = lambda: OPS.draft_topk(logits, d2t, k)  # noqa: B023, E731
                 which = "topk" if k == 1 else "topk_ranked"
-                bench.by_number(f"3 draft_topk {str(dtype)[6:]}, k {k}", which, lambda label: bench.add_decode(label, f"[{n}, {vd}]", work, floor))  # noqa: B023
+                bench.by_number(f"3 draft_topk {str(dtype)[6:]}, k {k}", which, lambda label: bench.add_decode(label, f"[{n}, {vd}]", work))  # noqa: B023
         if peers:
-            bench.add_decode("3 the largest alone, PyTorch", f"[{n}, {vd}]", lambda: logits.max(-1), floor)  # noqa: B023
+            bench.add_decode("3 the largest alone, PyTorch", f"[{n}, {vd}]", lambda: logits.max(-1))  # noqa: B023
 
             def eager():
                 values, ids = torch.topk(logits.softmax(-1), 8)  # noqa: B023
                 return values, ids + d2t[ids]
 
-            bench.add_decode("3 top-k float32, k 8, PyTorch eager", f"[{n}, {vd}]", eager, floor)
+            bench.add_decode("3 top-k float32, k 8, PyTorch eager", f"[{n}, {vd}]", eager)
         topk, steps, nodes = 4, 5, 32
         parents = torch.randint(0, topk, (n, 1 + (steps - 1) * topk), device="cuda").cumsum(1)
         chosen_nodes = torch.randperm(topk + (steps - 1) * topk**2, device="cuda")[: nodes - 1].sort().values.repeat(n, 1)
@@ -344,17 +349,17 @@ def decode_ops(bench: Bench, batches: list[int], vd: int, peers: bool) -> None:
         tree = ops.build_tree(parents, chosen_nodes, lengths, topk, steps)
         build = (parents, chosen_nodes, lengths, *tree, topk, steps)
         work = lambda: ops.build_tree_into(*build)  # noqa: B023, E731
-        bench.by_number("4 build_tree, 32 nodes", "build_tree", lambda label: bench.add_decode(label, f"[{n}]", work, floor))  # noqa: B023
+        bench.by_number("4 build_tree, 32 nodes", "build_tree", lambda label: bench.add_decode(label, f"[{n}]", work))  # noqa: B023
         tokens, target = (torch.randint(0, 3, (n, nodes), device="cuda") for _ in range(2))
         buffers = (torch.zeros(n * nodes, dtype=torch.int32, device="cuda"), torch.zeros(n, 6, dtype=torch.int32, device="cuda"), torch.zeros(n, dtype=torch.int32, device="cuda"))
-        bench.add_decode("4 verify_tree_greedy, 32 nodes", f"[{n}]", lambda: ops.verify_tree_greedy_into(*buffers, tokens, *tree[2:], target), floor)  # noqa: B023
+        bench.add_decode("4 verify_tree_greedy, 32 nodes", f"[{n}]", lambda: ops.verify_tree_greedy_into(*buffers, tokens, *tree[2:], target))  # noqa: B023
         if peers and bench.sgl:
             theirs = bench.sgl["build_tree"], bench.sgl["verify_tree"]
             full = torch.ones(int(lengths.sum()) * nodes + n * nodes * nodes, dtype=torch.bool, device="cuda")
             out = torch.zeros(n * nodes, dtype=torch.int64, device="cuda"), *(torch.full((n, nodes), -1, device="cuda") for _ in range(3))
             try:
-                bench.add_decode("4 build_tree, sgl_kernel", f"[{n}]", lambda: theirs[0](parents, chosen_nodes, lengths, full, *out, topk, steps, nodes, 0), floor)  # noqa: B023
-                bench.add_decode("4 verify_tree_greedy, sgl_kernel", f"[{n}]", lambda: theirs[1](*buffers, tokens, *tree[2:], target), floor)  # noqa: B023
+                bench.add_decode("4 build_tree, sgl_kernel", f"[{n}]", lambda: theirs[0](parents, chosen_nodes, lengths, full, *out, topk, steps, nodes, 0))  # noqa: B023
+                bench.add_decode("4 verify_tree_greedy, sgl_kernel", f"[{n}]", lambda: theirs[1](*buffers, tokens, *tree[2:], target))  # noqa: B023
             except Exception as exc:  # theirs, not ours
                 print(f"4, sgl_kernel: {type(exc).__name__}: {str(exc)[:120]}", flush=True)
 

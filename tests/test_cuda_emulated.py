@@ -155,9 +155,12 @@ def test_fp8_rows(kernels, h):
         same(out, reference.dequantize_rows_fp8(want, want_scale, torch.bfloat16), 0, 0)
 
 
-@pytest.mark.parametrize("number", range(2), ids=VARIANTS["topk"])
+BLOCKS_A_ROW = [(0, 8), (1, 8), (1, 2), (1, 1)]  # the kernel's number and its blocks a row
+
+
+@pytest.mark.parametrize("number, blocks", BLOCKS_A_ROW, ids=[f"{VARIANTS['topk'][number]} by {blocks}" for number, blocks in BLOCKS_A_ROW])
 @pytest.mark.parametrize("v", [1, 7, 1003, 32000])
-def test_topk_of_one(kernels, number, v):
+def test_topk_of_one(kernels, number, blocks, v):
     n = 2
     d2t = torch.randint(0, 9, (v,)).cumsum(0)
     for dtype in (torch.float32, torch.bfloat16):
@@ -166,7 +169,7 @@ def test_topk_of_one(kernels, number, v):
         logits[0, v // 2 :] = logits[0].max()
         log_probs, ids = torch.full((n, 1), torch.nan), torch.full((n, 1), -1)
         positions, tokens = torch.tensor([5, 7]), torch.tensor([-1, -1])
-        run(kernels, "topk_best", number, logits, dtype == torch.float32, v + 3, d2t, n, v, log_probs, ids, positions, tokens)
+        run(kernels, "topk_best", number, blocks, logits, dtype == torch.float32, v + 3, d2t, n, v, log_probs, ids, positions, tokens)
         want = reference.draft_topk(logits, d2t, 1)
         assert torch.equal(ids, want[1]) and torch.equal(tokens, ids[:, 0]) and positions.tolist() == [6, 8]
         same(log_probs, want[0], 1e-4, 1e-5)
@@ -174,8 +177,8 @@ def test_topk_of_one(kernels, number, v):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
 @pytest.mark.parametrize("v, k", [(5003, 8), (32000, 8), (32768, 5), (131, 32), (9, 7), (20000, 32), (2, 2)])
-@pytest.mark.parametrize("number", range(2), ids=VARIANTS["topk_ranked"])
-def test_topk_ranked(kernels, number, v, k, dtype):
+@pytest.mark.parametrize("number, blocks", [*BLOCKS_A_ROW, (1, 4)], ids=[f"{VARIANTS['topk_ranked'][number]} by {blocks}" for number, blocks in [*BLOCKS_A_ROW, (1, 4)]])
+def test_topk_ranked(kernels, number, blocks, v, k, dtype):
     """Ties, sorted rows and infinities in one batch; the rows lie off 16 bytes where the width does."""
     logits, d2t = torch.randn(6, v), torch.randint(0, 9, (v,)).cumsum(0)
     logits[0, ::7] = 1.5
@@ -188,7 +191,7 @@ def test_topk_ranked(kernels, number, v, k, dtype):
     logits = logits.to(dtype)
     log_probs, ids = torch.full((6, k), torch.nan), torch.full((6, k), -1)
     positions, tokens = torch.arange(6), torch.full((6,), -1)
-    run(kernels, "topk_of", number, logits, dtype == torch.float32, v, d2t, 6, v, k, log_probs, ids, positions, tokens)
+    run(kernels, "topk_of", number, blocks, logits, dtype == torch.float32, v, d2t, 6, v, k, log_probs, ids, positions, tokens)
     want = reference.draft_topk(logits, d2t, k)
     assert torch.equal(ids, want[1]) and torch.equal(tokens, ids[:, 0]) and positions.tolist() == [1, 2, 3, 4, 5, 6]
     same(log_probs, want[0], 1e-4, 1e-5)

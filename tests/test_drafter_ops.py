@@ -566,9 +566,10 @@ def test_fake_kernels_match():
 def test_every_variant_cuda(op):
     """The kernels that are not the usual choice: the same function on sizes that several of them share, rows enough for persistent blocks to go round."""
     if op in ("topk", "topk_ranked"):
-        for n, v, k in ((1, 32000, 8), (3, 131, 32), (64, 31999, 32), (2, 1, 1)):
+        for n, v, k in ((1, 32000, 8), (3, 131, 32), (64, 31999, 32), (2, 1, 1), (12, 32768, 32), (12, 4001, 5), (150, 32000, 20), (300, 1000, 32)):  # 8, 4, 2 blocks a row, and one
             k = 1 if op == "topk" else k
             logits = torch.randn(n, v, device="cuda")
+            logits[-1] = logits[-1].sort(descending=True).values  # many of few groups are among the best
             logits[0, v // 2 :] = logits[0].max()  # ties: the lowest id
             d2t = torch.randint(0, 1000, (v,), device="cuda").cumsum(0)
             for dtype in (torch.float32, torch.bfloat16):

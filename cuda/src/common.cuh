@@ -125,11 +125,13 @@ int pick(int op, int best, Fits fits) {
     return chosen >= AERIE_PREFER ? best : -1;
 }
 
-inline int multiprocessors() {
+inline int multiprocessors() {  // asked for once a device: every launch of a decode op needs it
+    static int known[64];
     int device = 0, count = 0;
     cudaGetDevice(&device);
+    if (device < 64 && known[device]) return known[device];
     cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-    return count;
+    return device < 64 ? known[device] = count : count;
 }
 
 inline bool aligned16(const void* p, int64_t stride_elements, int bytes) { return reinterpret_cast<uintptr_t>(p) % 16 == 0 && stride_elements * bytes % 16 == 0; }

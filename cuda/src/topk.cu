@@ -1,17 +1,18 @@
 // Op 3: the k largest of a row (k <= 32) with log-probabilities, mapped to target ids. One launch: a cluster of blocks shares a row.
 //
 // Every logit becomes a key that sorts like (value, lower column first) and is unique, so ties need no care. k = 1 (a chain) is a reduction. For k > 1 a block
-// finds a floor under its k best from the largest of groups of columns, only what reaches it is ranked, and block 0 ranks the blocks' k best: draft_topk_filtered,
-// and draft_topk for rows too wide for it. The work is short: what counts is latency and code size, since every instruction is fetched once. (A warp that takes its
-// k best one after another was slower.)
+// finds a floor under its k best from the largest of groups of columns, only what reaches it is ranked, and every block ranks its k best among all blocks' and
+// answers for them: draft_topk_filtered, and draft_topk for rows too wide for it. The work is short: what counts is latency, the number of instructions of a warp,
+// and code size, since every instruction is fetched once. (A warp that takes its k best one after another was slower.)
 #include <cooperative_groups.h>
 
 #include "common.cuh"
 
 namespace aerie {
 
-constexpr int MAX_K = 32, TOPK_THREADS = 256, TOPK_WARPS = TOPK_THREADS / 32;  // of both kernels for k = 1, and of the filter
-constexpr int RANKED_CLUSTER = 8;  // blocks a row, for k > 1
+constexpr int MAX_K = 32, TOPK_THREADS = 256, TOPK_WARPS = TOPK_THREADS / 32;  // threads of draft_best
+constexpr int WIDE_CLUSTER = 8;       // blocks a row of the kernels for any width
+constexpr int HELD_COLUMNS = 32768;  // widest row of the other two, which hold it in registers
 
 __device__ __forceinline__ uint32_t order_of(float value) {  // never 0; -0 and 0 tie; NaN is above all, as in torch.topk
     const uint32_t bits = __float_as_uint(value + 0.f);
@@ -71,13 +72,39 @@ __device__ __forceinline__ Columns<T> columns_of(const T* row, int v) {
     return {row, head, vectors, head + vectors * EACH, reinterpret_cast<const uint4*>(row + head)};
 }
 
-// 16 columns of thread `where` of STEP, asked for at once; -inf where there are none.
+// The columns of thread `where` of STEP, asked for at once; -inf where there are none.
 template <int STEP, typename T, int VECTORS>
 __device__ __forceinline__ void hold(uint4 (&held)[VECTORS], const Columns<T>& columns, int where) {
-    static_assert(VECTORS == sizeof(T));
     constexpr uint32_t NONE = sizeof(T) == 2 ? NEG_INF2 : 0xFF800000u;
 #pragma unroll
     for (int u = 0; u < VECTORS; u++) held[u] = where + u * STEP < columns.vectors ? __ldg(columns.body + where + u * STEP) : uint4{NONE, NONE, NONE, NONE};
+}
+
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+    float y;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+}
+
+// The largest of a thread's columns as order_of() says it, for bf16 two columns an instruction.
+template <int VECTORS>
+__device__ __forceinline__ uint32_t largest_held(const uint4 (&held)[VECTORS], const __nv_bfloat16*) {
+    __nv_bfloat162 most = *reinterpret_cast<const __nv_bfloat162*>(&held[0].x);
+#pragma unroll
+    for (int u = 0; u < VECTORS; u++) {
+        const uint32_t pairs[4] = {held[u].x, held[u].y, held[u].z, held[u].w};
+#pragma unroll
+        for (int j = 0; j < 4; j++) most = __hmax2_nan(most, *reinterpret_cast<const __nv_bfloat162*>(&pairs[j]));
+    }
+    return max(order_of(__bfloat162float(most.x)), order_of(__bfloat162float(most.y)));
+}
+template <int VECTORS>
+__device__ __forceinline__ uint32_t largest_held(const uint4 (&held)[VECTORS], const float*) {
+    float most = -INFINITY;
+#pragma unroll
+    for (int u = 0; u < VECTORS; u++)
+        most = max_or_nan(most, max_or_nan(max_or_nan(__uint_as_float(held[u].x), __uint_as_float(held[u].y)), max_or_nan(__uint_as_float(held[u].z), __uint_as_float(held[u].w))));
+    return order_of(most);
 }
 
 // What a served drafter wants beside: probabilities instead of their logarithms, its positions moved on, the best token in its list of drafted tokens.
@@ -96,8 +123,8 @@ __device__ __forceinline__ void answer(float* log_probs, int64_t* ids, const Top
     if (place == 0 && extras.positions) extras.positions[row]++;
 }
 
-template <typename T, int CLUSTER>
-__global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(TOPK_THREADS) draft_best(const T* logits, int64_t stride, const int64_t* d2t, int v,
+template <typename T>
+__global__ void __cluster_dims__(WIDE_CLUSTER, 1, 1) __launch_bounds__(TOPK_THREADS) draft_best(const T* logits, int64_t stride, const int64_t* d2t, int v,
                                                                                            float* log_probs, int64_t* ids, TopkExtras extras) {
     wait_for_earlier();
     namespace cg = cooperative_groups;
@@ -106,14 +133,14 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(TOPK_THREADS) 
     __shared__ float part_max[TOPK_WARPS], part_sum[TOPK_WARPS], block_max, block_sum;
     cg::cluster_group cluster = cg::this_cluster();
     const int tid = threadIdx.x, lane = tid % 32, rank = (int)cluster.block_rank(), where = rank * TOPK_THREADS + tid;
-    const int64_t row_at = blockIdx.x / CLUSTER;
+    const int64_t row_at = blockIdx.x / WIDE_CLUSTER;
     const Columns<T> columns = columns_of(logits + row_at * stride, v);
 
     // a thread's columns in ascending order: vectors `where`, `where` + all threads, ...; the few off 16 bytes go to the cluster's first threads
     auto each = [&](auto&& use) {
         if (where < columns.head) use(one(columns.row + where), where);
 #pragma unroll 2
-        for (int i = where; i < columns.vectors; i += TOPK_THREADS * CLUSTER) {
+        for (int i = where; i < columns.vectors; i += TOPK_THREADS * WIDE_CLUSTER) {
             float x[EACH];
             unpack(__ldg(columns.body + i), columns.row, x);
 #pragma unroll
@@ -143,10 +170,10 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(TOPK_THREADS) 
     }
     cluster.sync();
     if (rank == 0 && tid < 32) {
-        const uint64_t theirs = lane < CLUSTER ? *cluster.map_shared_rank(&best, lane) : 0;
-        const float m = lane < CLUSTER ? *cluster.map_shared_rank(&block_max, lane) : -BIG;
-        const float s = lane < CLUSTER ? *cluster.map_shared_rank(&block_sum, lane) : 0.f;
-        const uint64_t key = largest_key<CLUSTER>(theirs);
+        const uint64_t theirs = lane < WIDE_CLUSTER ? *cluster.map_shared_rank(&best, lane) : 0;
+        const float m = lane < WIDE_CLUSTER ? *cluster.map_shared_rank(&block_max, lane) : -BIG;
+        const float s = lane < WIDE_CLUSTER ? *cluster.map_shared_rank(&block_sum, lane) : 0.f;
+        const uint64_t key = largest_key<WIDE_CLUSTER>(theirs);
         const Total all = together(m, s);
         if (lane == 0) {
             const int c = (int)~(uint32_t)key;
@@ -156,13 +183,94 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(TOPK_THREADS) 
     cluster.sync();  // a block's shared memory must outlive its readers
 }
 
+// What a thread of the two kernels below holds of its row: its columns in registers, with the few off 16 bytes that go to the cluster's first threads.
+template <typename T, int THREADS, int CLUSTER>
+struct Held {
+    static constexpr int EACH = Columns<T>::EACH, VECTORS = HELD_COLUMNS / (THREADS * CLUSTER * EACH);
+    Columns<T> columns;
+    int where;
+    uint4 held[VECTORS];
+    bool in_head, in_tail;
+    float before, behind;  // the columns off 16 bytes
+
+    __device__ __forceinline__ Held(const T* row, int v, int number) : columns(columns_of(row, v)), where(number) {
+        hold<THREADS * CLUSTER>(held, columns, where);
+        in_head = where < columns.head, in_tail = where < v - columns.tail;
+        before = in_head ? one(row + where) : -INFINITY, behind = in_tail ? one(row + columns.tail + where) : -INFINITY;
+    }
+
+    __device__ __forceinline__ uint32_t largest() const {  // 0: no columns
+        uint32_t order = where < columns.vectors ? largest_held(held, columns.row) : 0;
+        if (in_head) order = max(order, order_of(before));
+        return in_tail ? max(order, order_of(behind)) : order;
+    }
+
+    __device__ __forceinline__ float sum(float top) const {  // of exp(value - top); -inf adds nothing
+        float total = exp2_fast((before - top) * LOG2E) + exp2_fast((behind - top) * LOG2E);
+#pragma unroll
+        for (int u = 0; u < VECTORS; u++) {
+            float x[EACH];
+            unpack(held[u], columns.row, x);
+#pragma unroll
+            for (int j = 0; j < EACH; j++) total += exp2_fast((x[j] - top) * LOG2E);
+        }
+        return total;
+    }
+
+    __device__ __forceinline__ int column(int u) const { return columns.head + (where + u * THREADS * CLUSTER) * EACH; }  // first one of vector u
+
+    __device__ __forceinline__ uint32_t lowest_of(uint32_t order) const {  // lowest column that has it
+        int found = in_tail && order_of(behind) == order ? columns.tail + where : INT32_MAX;
+#pragma unroll
+        for (int u = VECTORS - 1; u >= 0; u--) {
+            float x[EACH];
+            unpack(held[u], columns.row, x);
+            if (column(u) < columns.tail)
+#pragma unroll
+                for (int j = EACH - 1; j >= 0; j--)
+                    if (order_of(x[j]) == order) found = column(u) + j;
+        }
+        return in_head && order_of(before) == order ? where : found;
+    }
+
+    // use(value, column) of all columns, read again from the cache: a loop, because few threads enter it
+    template <typename Use>
+    __device__ __forceinline__ void each(Use use) const {
+        if (in_head) use(before, where);
+#pragma unroll 1
+        for (int i = where; i < columns.vectors; i += THREADS * CLUSTER) {
+            float x[EACH];
+            unpack(__ldg(columns.body + i), columns.row, x);
+#pragma unroll
+            for (int j = 0; j < EACH; j++) use(x[j], columns.head + i * EACH + j);
+        }
+        if (in_tail) use(behind, columns.tail + where);
+    }
+};
+
+// A cluster's barrier in two parts, so that a block works on while it waits; of one block alone a block's.
+template <int CLUSTER>
+__device__ __forceinline__ void arrive() {
+    if constexpr (CLUSTER > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+template <int CLUSTER>
+__device__ __forceinline__ void wait() {
+    if constexpr (CLUSTER > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    else __syncthreads();
+}
+
+__device__ __forceinline__ int64_t id_of(const int64_t* d2t, uint64_t key) {
+    const int column = key ? (int)~(uint32_t)key : 0;
+    return key ? column + (d2t ? __ldg(d2t + column) : 0) : 0;
+}
+
 // k = 1 with the shortest chain of waits: a thread's columns are asked for at once and stay in registers, each block looks its best column's id up by itself and
 // pushes what it has into block 0, which alone waits for the others. One trip to memory, one more for the id, one cluster barrier on the way.
-template <typename T, int CLUSTER>
-__global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(TOPK_THREADS) draft_best_push(const T* logits, int64_t stride, const int64_t* d2t, int v,
-                                                                                                float* log_probs, int64_t* ids, TopkExtras extras) {
+template <typename T, int THREADS, int CLUSTER>
+__global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) draft_best_push(const T* logits, int64_t stride, const int64_t* d2t, int v,
+                                                                                           float* log_probs, int64_t* ids, TopkExtras extras) {
     namespace cg = cooperative_groups;
-    constexpr int THREADS = TOPK_THREADS, WARPS = TOPK_WARPS, EACH = Columns<T>::EACH, HELD = sizeof(T);  // 16 columns a thread
+    constexpr int WARPS = THREADS / 32;
     struct Part {
         uint64_t key;
         int64_t id;
@@ -171,93 +279,60 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(TOPK_THREADS) 
     __shared__ Part parts[CLUSTER];  // of block 0: what each block found
     __shared__ uint64_t warp_best[WARPS];
     __shared__ float part_max[WARPS], part_sum[WARPS];
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");  // this block has started: its shared memory may be written
-    wait_for_earlier();
+    arrive<CLUSTER>();  // this block has started: its shared memory may be written
+    cudaGridDependencySynchronize();
     cg::cluster_group cluster = cg::this_cluster();
-    const int tid = threadIdx.x, lane = tid % 32, rank = (int)cluster.block_rank(), where = rank * THREADS + tid;
+    const int tid = threadIdx.x, lane = tid % 32, rank = CLUSTER > 1 ? (int)cluster.block_rank() : 0;
     const int64_t row_at = blockIdx.x / CLUSTER;
-    const Columns<T> columns = columns_of(logits + row_at * stride, v);
-    uint4 held[HELD];
-    hold<THREADS * CLUSTER>(held, columns, where);
-    const bool in_head = where < columns.head, in_tail = where < v - columns.tail;
-    const float before = in_head ? one(columns.row + where) : 0.f, behind = in_tail ? one(columns.row + columns.tail + where) : 0.f;  // columns off 16 bytes
-
-    uint32_t order = 0;  // of my largest; 0: no columns
-    int column = INT32_MAX;
-    auto see = [&](float value, int c) {  // in ascending order of columns
-        const uint32_t o = order_of(value);
-        if (o > order) order = o, column = c;
-    };
-    if (in_head) see(before, where);
-#pragma unroll
-    for (int u = 0; u < HELD; u++) {
-        float x[EACH];
-        unpack(held[u], columns.row, x);
-        const int first = columns.head + (where + u * THREADS * CLUSTER) * EACH;
-        if (first < columns.tail)
-#pragma unroll
-            for (int j = 0; j < EACH; j++) see(x[j], first + j);
-    }
-    if (in_tail) see(behind, columns.tail + where);
-    const uint32_t largest = __reduce_max_sync(~0u, order);
-    const float top = largest ? finite_shift(value_of(largest)) : -BIG;
-    float sum = 0.f;
-    auto add = [&](float value) { sum += exp2_fast((value - top) * LOG2E); };
-#pragma unroll
-    for (int u = 0; u < HELD; u++) {
-        float x[EACH];
-        unpack(held[u], columns.row, x);
-        if (where + u * THREADS * CLUSTER < columns.vectors)
-#pragma unroll
-            for (int j = 0; j < EACH; j++) add(x[j]);
-    }
-    if (in_head) add(before);
-    if (in_tail) add(behind);
-    sum = warp_sum(sum);
-    const uint32_t first = __reduce_min_sync(~0u, order == largest ? (uint32_t)column : ~0u);
+    const Held<T, THREADS, CLUSTER> mine(logits + row_at * stride, v, rank * THREADS + tid);
+    cudaTriggerProgrammaticLaunchCompletion();  // the next kernel's blocks may come: not before, where two blocks fit on a multiprocessor they would take places of this one's
+    const uint32_t order = mine.largest(), largest = __reduce_max_sync(~0u, order);
+    const float top = largest ? finite_shift(value_of(largest)) : -BIG, sum = warp_sum(mine.sum(top));
+    const uint32_t first = __reduce_min_sync(~0u, order == largest ? mine.lowest_of(largest) : ~0u);
     if (lane == 0) part_max[tid / 32] = top, part_sum[tid / 32] = sum, warp_best[tid / 32] = largest ? key_of(largest, (int)first) : 0;
-    __syncthreads();
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // all blocks have started
+    wait<CLUSTER>();  // all blocks have started
+    if (CLUSTER > 1) __syncthreads();
     if (tid < 32) {
         const uint64_t key = largest_key<WARPS>(lane < WARPS ? warp_best[lane] : 0);
-        const int c = key ? (int)~(uint32_t)key : 0;
-        const int64_t id = lane == 0 ? c + (d2t ? __ldg(d2t + c) : 0) : 0;  // on its way while the sums come together
+        const int64_t id = lane == 0 ? id_of(d2t, key) : 0;  // on its way while the sums come together
         const Total block = block_total<WARPS>(part_max, part_sum, lane);
-        if (lane == 0) *cluster.map_shared_rank(&parts[rank], 0) = {key, id, block.top, block.sum};
+        if (CLUSTER == 1) {
+            if (lane == 0) answer(log_probs, ids, extras, row_at, 1, 0, value_of((uint32_t)(key >> 32)) - (block.top + logf(block.sum)), id);
+        } else if (lane == 0) *cluster.map_shared_rank(&parts[rank], 0) = {key, id, block.top, block.sum};
         __syncwarp();
     }
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-    if (rank != 0 || tid >= 32) return;  // nobody reads this block's memory; block 0 lives until its first warp is done
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-    const Part mine = lane < CLUSTER ? parts[lane] : Part{0, 0, -BIG, 0.f};
-    const uint64_t key = largest_key<CLUSTER>(mine.key);
-    const Total all = together(mine.top, mine.sum);
-    if (lane < CLUSTER && mine.key == key)  // keys are unique: one lane
-        answer(log_probs, ids, extras, row_at, 1, 0, value_of((uint32_t)(key >> 32)) - (all.top + logf(all.sum)), mine.id);
+    arrive<CLUSTER>();
+    if (CLUSTER == 1 || rank != 0 || tid >= 32) return;  // nobody reads this block's memory; block 0 lives until its first warp is done
+    wait<CLUSTER>();
+    const Part part = lane < CLUSTER ? parts[lane] : Part{0, 0, -BIG, 0.f};
+    const uint64_t key = largest_key<CLUSTER>(part.key);
+    const Total all = together(part.top, part.sum);
+    if (lane < CLUSTER && part.key == key)  // keys are unique: one lane
+        answer(log_probs, ids, extras, row_at, 1, 0, value_of((uint32_t)(key >> 32)) - (all.top + logf(all.sum)), part.id);
 }
 
 // k > 1, wide rows too. A thread keeps its largest key; the k-th largest of a block's thread maxima is a floor under the block's k best, so only the k threads
 // above it look at their columns again and hand in at most k * (columns a thread) keys.
 template <typename T, int THREADS>
-__global__ void __cluster_dims__(RANKED_CLUSTER, 1, 1) __launch_bounds__(THREADS) draft_topk(const T* logits, int64_t stride, const int64_t* d2t, int v, int k,
+__global__ void __cluster_dims__(WIDE_CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) draft_topk(const T* logits, int64_t stride, const int64_t* d2t, int v, int k,
                                                                                       float* log_probs, int64_t* ids, TopkExtras extras) {
     wait_for_earlier();
     namespace cg = cooperative_groups;
     constexpr int PER_THREAD = 32, EACH = Columns<T>::EACH;  // columns of a thread at most, columns in 16 bytes
-    __shared__ uint64_t maxima[THREADS], candidates[MAX_K * PER_THREAD], best[MAX_K], merged[RANKED_CLUSTER * MAX_K];
+    __shared__ uint64_t maxima[THREADS], candidates[MAX_K * PER_THREAD], best[MAX_K], merged[WIDE_CLUSTER * MAX_K];
     __shared__ float part_max[THREADS / 32], part_sum[THREADS / 32], block_max, block_lse_sum;
     __shared__ int count;
     __shared__ uint64_t floor_key;
     cg::cluster_group cluster = cg::this_cluster();
     const int tid = threadIdx.x, rank = (int)cluster.block_rank(), where = rank * THREADS + tid;
-    const int64_t row_at = blockIdx.x / RANKED_CLUSTER;
+    const int64_t row_at = blockIdx.x / WIDE_CLUSTER;
     const Columns<T> columns = columns_of(logits + row_at * stride, v);
     if (tid == 0) count = 0;
     if (tid < MAX_K) best[tid] = 0;
 
     // a thread's columns: vectors `where`, `where` + all threads, ...; the few off 16 bytes go to the cluster's first threads
     auto each = [&](auto&& use) {
-        for (int i = where; i < columns.vectors; i += THREADS * RANKED_CLUSTER) {
+        for (int i = where; i < columns.vectors; i += THREADS * WIDE_CLUSTER) {
             float x[EACH];
             unpack(__ldg(columns.body + i), columns.row, x);
 #pragma unroll
@@ -307,12 +382,12 @@ __global__ void __cluster_dims__(RANKED_CLUSTER, 1, 1) __launch_bounds__(THREADS
     }
     cluster.sync();
     if (rank == 0) {
-        const int all = RANKED_CLUSTER * k;
+        const int all = WIDE_CLUSTER * k;
         for (int i = tid; i < all; i += THREADS) merged[i] = cluster.map_shared_rank(best, i / k)[i % k];
         __shared__ float lse;
         if (tid < 32) {
-            const float m = tid < RANKED_CLUSTER ? *cluster.map_shared_rank(&block_max, tid) : -BIG;
-            const float s = tid < RANKED_CLUSTER ? *cluster.map_shared_rank(&block_lse_sum, tid) : 0.f;
+            const float m = tid < WIDE_CLUSTER ? *cluster.map_shared_rank(&block_max, tid) : -BIG;
+            const float s = tid < WIDE_CLUSTER ? *cluster.map_shared_rank(&block_lse_sum, tid) : 0.f;
             const Total row_total = together(m, s);
             if (tid == 0) lse = row_total.top + logf(row_total.sum);
         }
@@ -330,189 +405,171 @@ __global__ void __cluster_dims__(RANKED_CLUSTER, 1, 1) __launch_bounds__(THREADS
     cluster.sync();  // a block's shared memory must outlive its readers
 }
 
-// k > 1 by a filter, up to HELD_COLUMNS columns. A thread holds 16; the largest of each of 32 groups of threads is found, and the k-th largest of those 32 is a
-// floor that at least k columns of the block reach and few others do (9 of 4,000 on average at k = 8). Those alone are ranked, their ids asked for meanwhile, and the
-// k best pushed into block 0, which ranks the blocks' lists. Two trips to memory, one cluster barrier on the way. Where too many reach the floor (ties, sorted rows)
+// k > 1 by a filter. The largest of each of 64 groups of threads is found, and the k-th largest of those is a floor that at least k columns of the block reach and
+// few others do (9 of 4,000 on average at k = 8, 44 at k = 32). Those alone are ranked, several threads each, their ids asked for meanwhile, and the k best pushed
+// into every block; then each block ranks its own among all. Two trips to memory, one cluster barrier on the way. Where too many reach the floor (ties, sorted rows)
 // the block takes its largest k times.
-constexpr int HELD_COLUMNS = RANKED_CLUSTER * TOPK_THREADS * 16;
-
-template <typename T>
-__global__ void __cluster_dims__(RANKED_CLUSTER, 1, 1) __launch_bounds__(TOPK_THREADS) draft_topk_filtered(
-    const T* logits, int64_t stride, const int64_t* d2t, int v, int k, float* log_probs, int64_t* ids, TopkExtras extras) {
+template <typename T, int THREADS, int CLUSTER>
+__global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) draft_topk_filtered(const T* logits, int64_t stride, const int64_t* d2t, int v, int k,
+                                                                                               float* log_probs, int64_t* ids, TopkExtras extras) {
     namespace cg = cooperative_groups;
-    constexpr int THREADS = TOPK_THREADS, WARPS = TOPK_WARPS, CLUSTER = RANKED_CLUSTER, EACH = Columns<T>::EACH, HELD = sizeof(T);  // 16 columns a thread
-    constexpr int GROUP = THREADS / 32, ROOM = 512;  // threads of a group, candidates
-    struct Part {
-        uint64_t key;
-        int64_t id;
-    };
-    __shared__ Part parts[CLUSTER * MAX_K];  // of block 0: what each block found
-    __shared__ float block_top[CLUSTER], block_sum[CLUSTER];  // likewise
-    __shared__ uint64_t candidates[ROOM], warp_best[WARPS];
-    __shared__ uint32_t group_best[32];
+    constexpr int WARPS = THREADS / 32, GROUPS = 64, GROUP = THREADS / GROUPS, SHARE = GROUPS / GROUP;  // a thread compares with SHARE groups
+    constexpr int ANSWERING = THREADS / MAX_K;                                                          // threads that rank one of the block's k best
+    static_assert(GROUP >= CLUSTER && GROUP <= 16 && ANSWERING <= 32);
+    __shared__ uint64_t parts[CLUSTER * MAX_K];  // of every block: what each one found
+    __shared__ float tops[CLUSTER], sums[CLUSTER], lse;
+    __shared__ uint64_t candidates[THREADS], warp_best[WARPS];
+    __shared__ __align__(16) uint32_t group_best[GROUPS];
     __shared__ float part_max[WARPS], part_sum[WARPS];
-    __shared__ int count;
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");  // this block has started: its shared memory may be written
-    wait_for_earlier();
+    __shared__ int count, ahead_of[MAX_K];
+    __shared__ uint32_t floor_here;
+    arrive<CLUSTER>();  // this block has started: its shared memory may be written
+    cudaGridDependencySynchronize();
     cg::cluster_group cluster = cg::this_cluster();
-    const int tid = threadIdx.x, lane = tid % 32, rank = (int)cluster.block_rank(), where = rank * THREADS + tid;
+    const int tid = threadIdx.x, lane = tid % 32, rank = CLUSTER > 1 ? (int)cluster.block_rank() : 0, group = tid / GROUP, member = tid % GROUP;
     const int64_t row_at = blockIdx.x / CLUSTER;
-    const Columns<T> columns = columns_of(logits + row_at * stride, v);
-    uint4 held[HELD];
-    hold<THREADS * CLUSTER>(held, columns, where);
-    const bool in_head = where < columns.head, in_tail = where < v - columns.tail;
-    const float before = in_head ? one(columns.row + where) : -INFINITY, behind = in_tail ? one(columns.row + columns.tail + where) : -INFINITY;  // columns off 16 bytes
+    const Held<T, THREADS, CLUSTER> mine(logits + row_at * stride, v, rank * THREADS + tid);
+    cudaTriggerProgrammaticLaunchCompletion();  // as in draft_best_push
     if (tid == 0) count = 0;
-
-    uint32_t order = 0;  // of my largest; 0: no columns
-    if (in_head) order = order_of(before);
-    if (in_tail) order = max(order, order_of(behind));
+    const uint32_t order = mine.largest();
+    uint32_t best = order;  // of my group
 #pragma unroll
-    for (int u = 0; u < HELD; u++) {
-        float x[EACH];
-        unpack(held[u], columns.row, x);
-        if (where + u * THREADS * CLUSTER < columns.vectors)
-#pragma unroll
-            for (int j = 0; j < EACH; j++) order = max(order, order_of(x[j]));
-    }
-    uint32_t largest = order;
-#pragma unroll
-    for (int step = 1; step < GROUP; step <<= 1) largest = max(largest, __shfl_xor_sync(~0u, largest, step));
-    if (lane % GROUP == 0) group_best[tid / GROUP] = largest;
-#pragma unroll
-    for (int step = GROUP; step < 32; step <<= 1) largest = max(largest, __shfl_xor_sync(~0u, largest, step));
-    const float top = largest ? finite_shift(value_of(largest)) : -BIG;
-    float sum = 0.f;
-    auto add = [&](float value) { sum += exp2_fast((value - top) * LOG2E); };  // -inf adds nothing
-#pragma unroll
-    for (int u = 0; u < HELD; u++) {
-        float x[EACH];
-        unpack(held[u], columns.row, x);
-#pragma unroll
-        for (int j = 0; j < EACH; j++) add(x[j]);
-    }
-    add(before);
-    add(behind);
-    sum = warp_sum(sum);
+    for (int step = 1; step < GROUP; step <<= 1) best = max(best, __shfl_xor_sync(~0u, best, step));
+    if (member == 0) group_best[group] = best;
+    const uint32_t largest = __reduce_max_sync(~0u, best);
+    const float top = largest ? finite_shift(value_of(largest)) : -BIG, sum = warp_sum(mine.sum(top));
     if (lane == 0) part_max[tid / 32] = top, part_sum[tid / 32] = sum;
     __syncthreads();
-    // every warp finds the floor: the group with k - 1 ahead of it
-    const uint32_t my_group = group_best[lane];
-    int ahead = 0;
+    auto over_group = [&](int number) {
 #pragma unroll
-    for (int j = 0; j < 32; j += 4) {
-        const uint4 four = *reinterpret_cast<const uint4*>(&group_best[j]);
-        ahead += (four.x > my_group || (four.x == my_group && j < lane)) + (four.y > my_group || (four.y == my_group && j + 1 < lane)) +
-                 (four.z > my_group || (four.z == my_group && j + 2 < lane)) + (four.w > my_group || (four.w == my_group && j + 3 < lane));
-    }
-    const uint32_t floor = __reduce_max_sync(~0u, ahead == k - 1 ? my_group : 0u);  // 0: fewer groups have columns
-
-    // my columns again, from the cache: a loop that few threads enter
-    auto each = [&](auto&& use) {
-        if (in_head) use(before, where);
-#pragma unroll 1
-        for (int i = where; i < columns.vectors; i += THREADS * CLUSTER) {
-            float x[EACH];
-            unpack(__ldg(columns.body + i), columns.row, x);
-#pragma unroll
-            for (int j = 0; j < EACH; j++) use(x[j], columns.head + i * EACH + j);
-        }
-        if (in_tail) use(behind, columns.tail + where);
+        for (int step = 1; step < GROUP; step <<= 1) number += __shfl_xor_sync(~0u, number, step);
+        return number;
     };
+    int ahead = 0;  // groups with a better one, or with the same and a lower number
+#pragma unroll
+    for (int j = member * SHARE, end = j + SHARE; j < end; j += 4) {
+        const uint4 four = *reinterpret_cast<const uint4*>(&group_best[j]);
+        ahead += (four.x > best || (four.x == best && j < group)) + (four.y > best || (four.y == best && j + 1 < group)) +
+                 (four.z > best || (four.z == best && j + 2 < group)) + (four.w > best || (four.w == best && j + 3 < group));
+    }
+    if (over_group(ahead) == k - 1 && member == 0) floor_here = best;  // 0: fewer groups have columns
+    wait<CLUSTER>();                                                   // all blocks have started
+    if (CLUSTER > 1) __syncthreads();
+    const uint32_t floor = floor_here;
     if (order && order >= floor)
-        each([&](float value, int column) {
+        mine.each([&](float value, int column) {
             const uint32_t o = order_of(value);
             if (o < floor) return;
             const int at = atomicAdd(&count, 1);
-            if (at < ROOM) candidates[at] = key_of(o, column);
+            if (at < THREADS) candidates[at] = key_of(o, column);
         });
     __syncwarp();
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // all blocks have started
     if (tid < 32) {
         const Total block = block_total<WARPS>(part_max, part_sum, lane);
-        if (lane == 0) *cluster.map_shared_rank(&block_top[rank], 0) = block.top, *cluster.map_shared_rank(&block_sum[rank], 0) = block.sum;
+        if (lane < CLUSTER) *cluster.map_shared_rank(&tops[rank], lane) = block.top, *cluster.map_shared_rank(&sums[rank], lane) = block.sum;
         __syncwarp();
     }
     __syncthreads();
-    auto id_of = [&](uint64_t key) -> int64_t {
-        const int c = key ? (int)~(uint32_t)key : 0;
-        return key ? c + (d2t ? __ldg(d2t + c) : 0) : 0;
-    };
-    auto push = [&](int place, uint64_t key, int64_t id) { *cluster.map_shared_rank(&parts[rank * k + place], 0) = {key, id}; };
+    auto push = [&](int to, int place, uint64_t key) { *cluster.map_shared_rank(&parts[rank * k + place], to) = key; };
     const int total = count;
-    if (total <= ROOM) {
-        for (int i = tid; i < total; i += THREADS) {
-            const uint64_t key = candidates[i];
-            const int64_t id = id_of(key);  // on its way while the key is ranked
+    uint64_t found = 0;  // the one of the block's k best that I answer for
+    int place = 0;
+    int64_t id = 0;
+    if (total <= GROUPS) {  // a group of threads each
+        if (tid / 32 * (32 / GROUP) < max(total, k)) {  // other warps have none
+            const uint64_t key = group < total ? candidates[group] : 0;
             int better = 0;
-#pragma unroll 4
-            for (int j = 0; j < total; j++) better += candidates[j] > key;
-            if (better < k) push(better, key, id);
+            for (int i = member; i < total; i += GROUP) better += candidates[i] > key;
+            better = over_group(better);
+            if (group < total && better < k) {
+                if (member == 0) found = key, place = better, id = id_of(d2t, key);  // on its way while the blocks wait for one another
+                if (member < CLUSTER) push(member, better, key);
+            } else if (group >= total && group < k && member < CLUSTER) push(member, group, 0);
         }
-        for (int i = total + tid; i < k; i += THREADS) push(i, 0, 0);
+    } else if (total <= THREADS) {
+        const uint64_t key = tid < total ? candidates[tid] : 0;
+        int better = 0;
+#pragma unroll 4
+        for (int i = 0; i < total; i++) better += candidates[i] > key;
+        if (tid < total && better < k) {
+            found = key, place = better, id = id_of(d2t, key);
+            for (int to = 0; to < CLUSTER; to++) push(to, better, key);
+        }
     } else {
         uint64_t last = 0;
 #pragma unroll 1
-        for (int place = 0; place < k; place++) {
-            uint64_t found = 0;
-            each([&](float value, int column) {
+        for (int turn = 0; turn < k; turn++) {
+            uint64_t next = 0;
+            mine.each([&](float value, int column) {
                 const uint64_t key = key_of(order_of(value), column);
-                if (place == 0 || key < last) found = max(found, key);
+                if (turn == 0 || key < last) next = max(next, key);
             });
-            found = largest_key<32>(found);
-            if (lane == 0) warp_best[tid / 32] = found;
+            next = largest_key<32>(next);
+            if (lane == 0) warp_best[tid / 32] = next;
             __syncthreads();
             last = largest_key<WARPS>(warp_best[lane % WARPS]);
             __syncthreads();
-            if (tid == 0) push(place, last, id_of(last));
+            if (tid == turn) found = last, place = turn, id = id_of(d2t, last);
+            if (tid < CLUSTER) push(tid, turn, last);
         }
     }
     __syncwarp();
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-    if (rank != 0) return;  // nobody reads this block's memory
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-    const int all = CLUSTER * k;
-    const Total total_row = together(lane < CLUSTER ? block_top[lane] : -BIG, lane < CLUSTER ? block_sum[lane] : 0.f);
-    const float lse = total_row.top + logf(total_row.sum);
-    for (int base = tid / 32 * 8; base < all; base += WARPS * 8) {  // four lanes a key
-        const int i = base + lane / 4;
-        const uint64_t key = i < all ? parts[i].key : 0;
-        int better = 0;
-        for (int j = lane % 4; j < all; j += 4) better += parts[j].key > key;
-        better += __shfl_xor_sync(~0u, better, 1);
-        better += __shfl_xor_sync(~0u, better, 2);
-        if (lane % 4 == 0 && key && better < k) answer(log_probs, ids, extras, row_at, k, better, value_of((uint32_t)(key >> 32)) - lse, parts[i].id);
+    arrive<CLUSTER>();
+    wait<CLUSTER>();
+    if (tid < 32) {
+        const Total row = together(lane < CLUSTER ? tops[lane] : -BIG, lane < CLUSTER ? sums[lane] : 0.f);
+        if (lane == 0) lse = row.top + logf(row.sum);
     }
+    if (tid / 32 * (32 / ANSWERING) < k) {
+        const int mine_at = tid / ANSWERING;
+        const uint64_t key = mine_at < k ? parts[rank * k + mine_at] : ~0ull;
+        int better = 0;
+#pragma unroll 4
+        for (int i = tid % ANSWERING; i < CLUSTER * k; i += ANSWERING) better += parts[i] > key;
+#pragma unroll
+        for (int step = 1; step < ANSWERING; step <<= 1) better += __shfl_xor_sync(~0u, better, step);
+        if (tid % ANSWERING == 0) ahead_of[mine_at] = better;
+    }
+    __syncthreads();
+    if (found && ahead_of[place] < k) answer(log_probs, ids, extras, row_at, k, ahead_of[place], value_of((uint32_t)(found >> 32)) - lse, id);
 }
 
 template <typename T>
 int launch_topk(const void* logits, int64_t stride, const int64_t* d2t, int64_t n, int64_t v, int k, float* log_probs, int64_t* ids, TopkExtras extras,
                 cudaStream_t stream) {
     const T* in = static_cast<const T*>(logits);
-    const unsigned rows = (unsigned)n;
-    const bool early = n <= 16;  // more rows have blocks enough to fill the GPU, and early ones only took the places of those that work
-    // k = 1 by number: pulled, pushed; k > 1: ranked, filtered. The second of each holds 16 columns a thread, and is the faster one.
-    const auto fits = [&](int number) { return number == 0 || v <= HELD_COLUMNS; };
-    const int variant = pick(k > 1 ? AERIE_TOPK_RANKED : AERIE_TOPK, v <= HELD_COLUMNS ? 1 : 0, fits);
+    // by number: any width, or held in registers, which is the faster one
+    const bool fits_held = v <= HELD_COLUMNS;
+    const int variant = pick(k > 1 ? AERIE_TOPK_RANKED : AERIE_TOPK, fits_held ? 1 : 0, [&](int number) { return number == 0 || fits_held; });
     if (variant < 0) return cudaErrorInvalidValue;
-    if (k > 1 && variant == 1) return launch_if(early, draft_topk_filtered<T>, rows * RANKED_CLUSTER, TOPK_THREADS, 0, stream, in, stride, d2t, (int)v, k, log_probs, ids, extras);
-    if (variant == 1) return launch_if(early, draft_best_push<T, 8>, rows * 8, TOPK_THREADS, 0, stream, in, stride, d2t, (int)v, log_probs, ids, extras);
-    if (k == 1 && (n <= 16 || v > 65536)) return launch_if(early, draft_best<T, 8>, rows * 8, TOPK_THREADS, 0, stream, in, stride, d2t, (int)v, log_probs, ids, extras);
-    if (k == 1) return launch_if(early, draft_best<T, 4>, rows * 4, TOPK_THREADS, 0, stream, in, stride, d2t, (int)v, log_probs, ids, extras);
+    const auto one = [&](auto kernel, int threads, int cluster) { return launch(kernel, (unsigned)n * cluster, threads, 0, stream, in, stride, d2t, (int)v, log_probs, ids, extras); };
+    const auto several = [&](auto kernel, int threads, int cluster) {
+        return launch(kernel, (unsigned)n * cluster, threads, 0, stream, in, stride, d2t, (int)v, k, log_probs, ids, extras);
+    };
+    if (variant == 1) {  // as many blocks as there are multiprocessors, and many threads in a block: each warp has work of its own beside that of its columns
+        const int64_t most = multiprocessors();
+        if (k == 1) return n * 8 <= most ? one(draft_best_push<T, 256, 8>, 256, 8) : n * 2 <= most ? one(draft_best_push<T, 1024, 2>, 1024, 2) : one(draft_best_push<T, 1024, 1>, 1024, 1);
+        if (n * 16 <= most) return several(draft_topk_filtered<T, 512, 8>, 512, 8);
+        if (n * 8 <= most) return several(draft_topk_filtered<T, 512, 4>, 512, 4);
+        return n * 2 <= most ? several(draft_topk_filtered<T, 1024, 2>, 1024, 2) : several(draft_topk_filtered<T, 1024, 1>, 1024, 1);
+    }
+    if (k == 1) return one(draft_best<T>, TOPK_THREADS, WIDE_CLUSTER);
     // at most 24 columns a thread in vectors and 2 beside them
-    if (v <= RANKED_CLUSTER * 128 * 24) return launch_if(early, draft_topk<T, 128>, rows * RANKED_CLUSTER, 128, 0, stream, in, stride, d2t, (int)v, k, log_probs, ids, extras);
-    if (v <= RANKED_CLUSTER * 256 * 24) return launch_if(early, draft_topk<T, 256>, rows * RANKED_CLUSTER, 256, 0, stream, in, stride, d2t, (int)v, k, log_probs, ids, extras);
-    if (v <= RANKED_CLUSTER * 1024 * 24) return launch_if(early, draft_topk<T, 1024>, rows * RANKED_CLUSTER, 1024, 0, stream, in, stride, d2t, (int)v, k, log_probs, ids, extras);
+    if (v <= WIDE_CLUSTER * 256 * 24) return several(draft_topk<T, 256>, 256, WIDE_CLUSTER);
+    if (v <= WIDE_CLUSTER * 1024 * 24) return several(draft_topk<T, 1024>, 1024, WIDE_CLUSTER);
     return cudaErrorInvalidValue;
 }
 
 int prepare_topk() {
     cudaFuncAttributes info;
-    const void* kernels[] = {(const void*)draft_best<__nv_bfloat16, 8>, (const void*)draft_best<__nv_bfloat16, 4>, (const void*)draft_best<float, 8>,
-                             (const void*)draft_best<float, 4>, (const void*)draft_best_push<__nv_bfloat16, 8>, (const void*)draft_best_push<float, 8>,
-                             (const void*)draft_topk<__nv_bfloat16, 128>, (const void*)draft_topk<__nv_bfloat16, 256>, (const void*)draft_topk<__nv_bfloat16, 1024>,
-                             (const void*)draft_topk<float, 128>, (const void*)draft_topk<float, 256>, (const void*)draft_topk<float, 1024>,
-                             (const void*)draft_topk_filtered<__nv_bfloat16>, (const void*)draft_topk_filtered<float>};
+    const void* kernels[] = {(const void*)draft_best<__nv_bfloat16>, (const void*)draft_best<float>, (const void*)draft_topk<__nv_bfloat16, 256>,
+                             (const void*)draft_topk<__nv_bfloat16, 1024>, (const void*)draft_topk<float, 256>, (const void*)draft_topk<float, 1024>,
+                             (const void*)draft_best_push<__nv_bfloat16, 256, 8>, (const void*)draft_best_push<__nv_bfloat16, 1024, 2>, (const void*)draft_best_push<__nv_bfloat16, 1024, 1>,
+                             (const void*)draft_best_push<float, 256, 8>, (const void*)draft_best_push<float, 1024, 2>, (const void*)draft_best_push<float, 1024, 1>,
+                             (const void*)draft_topk_filtered<__nv_bfloat16, 512, 8>, (const void*)draft_topk_filtered<__nv_bfloat16, 512, 4>,
+                             (const void*)draft_topk_filtered<__nv_bfloat16, 1024, 2>,
+                             (const void*)draft_topk_filtered<__nv_bfloat16, 1024, 1>, (const void*)draft_topk_filtered<float, 512, 8>, (const void*)draft_topk_filtered<float, 512, 4>,
+                             (const void*)draft_topk_filtered<float, 1024, 2>, (const void*)draft_topk_filtered<float, 1024, 1>};
     for (const void* kernel : kernels)
         if (const cudaError_t code = cudaFuncGetAttributes(&info, kernel)) return code;
     return 0;

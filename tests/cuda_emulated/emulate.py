@@ -9,7 +9,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE.parents[1] / "cuda" / "src"
 PTX = [  # what each PTX statement does, for one thread
-    ("ex2.approx", "y = exp2f(x);"), ("ld.global.L1::no_allocate", "v = *p;"), ("cp.async.cg", "simt::copy_async(shared, global);"),
+    ("ex2.approx", "y = exp2f(x);"), ("max.NaN", "y = std::isnan(a) || std::isnan(b) ? NAN : std::max(a, b);"), ("ld.global.L1::no_allocate", "v = *p;"), ("cp.async.cg", "simt::copy_async(shared, global);"),
     ("bar.sync %0", "simt::sync_group(group);"), ("cp.async.wait_group %0", "simt::wait_groups(LEFT);"), ("cp.async.wait_all", "simt::wait_all();"),
     ("cp.async.commit_group", "simt::commit();"), ("barrier.cluster.arrive", "simt::arrive();"), ("barrier.cluster.wait", "simt::wait_cluster();"),
 ]  # fmt: skip

@@ -63,30 +63,32 @@ extern "C" void dequantize(int number, const void* q, const float* scale, int64_
 }
 
 template <typename T>
-void best(int number, const T* logits, int64_t stride, const int64_t* d2t, int64_t n, int v, float* log_probs, int64_t* ids, TopkExtras extras) {
-    const dim3 grid((unsigned)n * 8);
-    if (number == 0) simt::launch(grid, 256, 8, 0, [=] { draft_best<T, 8>(logits, stride, d2t, v, log_probs, ids, extras); });
-    else simt::launch(grid, 256, 8, 0, [=] { draft_best_push<T, 8>(logits, stride, d2t, v, log_probs, ids, extras); });
+void best(int number, int cluster, const T* logits, int64_t stride, const int64_t* d2t, int64_t n, int v, float* log_probs, int64_t* ids, TopkExtras extras) {
+    auto go = [&](auto kernel, int threads, int blocks) { simt::launch(dim3((unsigned)n * blocks), threads, blocks, 0, [=] { kernel(logits, stride, d2t, v, log_probs, ids, extras); }); };
+    if (number == 0) go(draft_best<T>, TOPK_THREADS, WIDE_CLUSTER);
+    else if (cluster == 8) go(draft_best_push<T, 256, 8>, 256, 8);
+    else cluster == 2 ? go(draft_best_push<T, 1024, 2>, 1024, 2) : go(draft_best_push<T, 1024, 1>, 1024, 1);
 }
 
-extern "C" void topk_best(int number, const void* logits, int float32, int64_t stride, const int64_t* d2t, int64_t n, int v, float* log_probs, int64_t* ids,
+extern "C" void topk_best(int number, int cluster, const void* logits, int float32, int64_t stride, const int64_t* d2t, int64_t n, int v, float* log_probs, int64_t* ids,
                           int64_t* positions, int64_t* tokens) {
     const TopkExtras extras{false, positions, tokens, 1};
-    float32 ? best<float>(number, (const float*)logits, stride, d2t, n, v, log_probs, ids, extras) : best<bf>(number, (const bf*)logits, stride, d2t, n, v, log_probs, ids, extras);
+    float32 ? best<float>(number, cluster, (const float*)logits, stride, d2t, n, v, log_probs, ids, extras) : best<bf>(number, cluster, (const bf*)logits, stride, d2t, n, v, log_probs, ids, extras);
 }
 
 template <typename T>
-void several(int number, const T* logits, int64_t stride, const int64_t* d2t, int64_t n, int v, int k, float* log_probs, int64_t* ids, TopkExtras extras) {
-    if (number == 0 && v > 8 * 128 * 24) simt::launch(dim3((unsigned)n * 8), 256, 8, 0, [=] { draft_topk<T, 256>(logits, stride, d2t, v, k, log_probs, ids, extras); });
-    else if (number == 0) simt::launch(dim3((unsigned)n * 8), 128, 8, 0, [=] { draft_topk<T, 128>(logits, stride, d2t, v, k, log_probs, ids, extras); });
-    else simt::launch(dim3((unsigned)n * 8), 256, 8, 0, [=] { draft_topk_filtered<T>(logits, stride, d2t, v, k, log_probs, ids, extras); });
+void several(int number, int cluster, const T* logits, int64_t stride, const int64_t* d2t, int64_t n, int v, int k, float* log_probs, int64_t* ids, TopkExtras extras) {
+    auto go = [&](auto kernel, int threads, int blocks) { simt::launch(dim3((unsigned)n * blocks), threads, blocks, 0, [=] { kernel(logits, stride, d2t, v, k, log_probs, ids, extras); }); };
+    if (number == 0) v > WIDE_CLUSTER * 256 * 24 ? go(draft_topk<T, 1024>, 1024, WIDE_CLUSTER) : go(draft_topk<T, 256>, 256, WIDE_CLUSTER);
+    else if (cluster > 2) cluster == 8 ? go(draft_topk_filtered<T, 512, 8>, 512, 8) : go(draft_topk_filtered<T, 512, 4>, 512, 4);
+    else cluster == 2 ? go(draft_topk_filtered<T, 1024, 2>, 1024, 2) : go(draft_topk_filtered<T, 1024, 1>, 1024, 1);
 }
 
-extern "C" void topk_of(int number, const void* logits, int float32, int64_t stride, const int64_t* d2t, int64_t n, int v, int k, float* log_probs, int64_t* ids,
+extern "C" void topk_of(int number, int cluster, const void* logits, int float32, int64_t stride, const int64_t* d2t, int64_t n, int v, int k, float* log_probs, int64_t* ids,
                         int64_t* positions, int64_t* tokens) {
     const TopkExtras extras{false, positions, tokens, 1};
-    if (float32) several<float>(number, (const float*)logits, stride, d2t, n, v, k, log_probs, ids, extras);
-    else several<bf>(number, (const bf*)logits, stride, d2t, n, v, k, log_probs, ids, extras);
+    if (float32) several<float>(number, cluster, (const float*)logits, stride, d2t, n, v, k, log_probs, ids, extras);
+    else several<bf>(number, cluster, (const bf*)logits, stride, d2t, n, v, k, log_probs, ids, extras);
 }
 
 extern "C" void tree(int number, const int64_t* parents, int64_t parent_count, const int64_t* selected, const int64_t* lengths, bool* mask, int64_t mask_size,

@@ -29,7 +29,7 @@
 #undef __launch_bounds__
 #undef __cluster_dims__
 #define __global__ static
-#define __device__ static
+#define __device__
 #define __forceinline__ inline
 #define __shared__ static thread_local
 #define __launch_bounds__(...)
