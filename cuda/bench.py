@@ -123,7 +123,9 @@ def c_calls(work: Callable[[], Any]) -> tuple[list[Callable[[], int]], Any]:
 
     def note(name: str, device: torch.device, *arguments: object) -> None:
         usual(name, device, *arguments)
-        made.append(functools.partial(getattr(load(), name), *arguments, torch.cuda.current_stream(device).cuda_stream))
+        function = getattr(load(), name)
+        given = zip(function.argtypes, (*arguments, torch.cuda.current_stream(device).cuda_stream), strict=True)
+        made.append(functools.partial(function, *[kind(argument) for kind, argument in given]))  # as C takes them, so that a launch is timed and not their number
 
     ops.call = note
     try:
@@ -133,7 +135,7 @@ def c_calls(work: Callable[[], Any]) -> tuple[list[Callable[[], int]], Any]:
     return made, kept
 
 
-def launch_us(work: Callable[[], Any], launches: int = 200, repeats: int = 9) -> float | None:
+def launch_us(work: Callable[[], Any], launches: int = 200, repeats: int = 25) -> float | None:
     """Time of one launch of `launches` back to back into a stream through the C function, microseconds: the host's part or the device's, whichever is longer. None: no such call."""
     made, kept = c_calls(work)
     if len(made) != 1:

@@ -50,7 +50,7 @@ if want check; then  # memory and races, side by side
     sanitize=(compute-sanitizer --error-exitcode 99 --kernel-name kns=aerie --print-limit 5)
     tests=("$PY" -m pytest -q -p no:cacheprovider --noconftest --maxfail=8 --tb=short tests/test_drafter_ops.py tests/test_drafter_tree.py)
     part memcheck 90 "${sanitize[@]}" --tool memcheck "${tests[@]}" -k "cuda and (every_variant or strides or infin or topk or tree or fp8)" & running=($!)
-    part racecheck 90 "${sanitize[@]}" --tool racecheck "${tests[@]}" -k "cuda and (every_variant_cuda and (64 or topk) or by_hand or fp8_rows_strides or frozen or (online and 1003))" & running+=($!)
+    part racecheck 130 "${sanitize[@]}" --tool racecheck "${tests[@]}" -k "cuda and (every_variant_cuda and (64 or topk) or by_hand or fp8_rows_strides or frozen or (online and 1003))" & running+=($!)
     wait "${running[@]}"
 fi
 

@@ -33,27 +33,33 @@ __device__ __forceinline__ void unpack(const uint4& x, const float*, float out[4
     out[0] = __uint_as_float(x.x), out[1] = __uint_as_float(x.y), out[2] = __uint_as_float(x.z), out[3] = __uint_as_float(x.w);
 }
 
-// The largest key of each WIDTH lanes.
-template <int WIDTH>
+// The warp's largest key.
 __device__ __forceinline__ uint64_t largest_key(uint64_t key) {
-#pragma unroll
-    for (int step = WIDTH / 2; step; step >>= 1) key = max(key, __shfl_xor_sync(~0u, key, step));
-    return key;
+    const uint32_t order = (uint32_t)(key >> 32), largest = __reduce_max_sync(~0u, order);
+    return (uint64_t)largest << 32 | __reduce_max_sync(~0u, order == largest ? (uint32_t)key : 0u);
 }
 
-// Sums of exp relative to a largest value each, a lane each, brought together over the warp.
+// Sums of exp relative to a largest value each, of WIDTH lanes, brought together.
 struct Total {
     float top, sum;
 };
+template <int WIDTH>
 __device__ __forceinline__ Total together(float top, float sum) {
-    const float all = warp_max(top);
-    return {all, warp_sum(sum * exp2_fast((top - all) * LOG2E))};
+    float all = top;
+    if constexpr (WIDTH == 32) all = value_of(__reduce_max_sync(~0u, order_of(top)));
+    else
+#pragma unroll
+        for (int step = WIDTH / 2; step; step >>= 1) all = fmaxf(all, __shfl_xor_sync(~0u, all, step));
+    sum *= exp2_fast((top - all) * LOG2E);
+#pragma unroll
+    for (int step = WIDTH / 2; step; step >>= 1) sum += __shfl_xor_sync(~0u, sum, step);
+    return {all, sum};
 }
 
 // The same of a block, from a value a warp in shared memory; all lanes of the asking warp get it.
 template <int WARPS>
 __device__ __forceinline__ Total block_total(const float* part_max, const float* part_sum, int lane) {
-    return together(lane < WARPS ? part_max[lane] : -BIG, lane < WARPS ? part_sum[lane] : 0.f);
+    return together<32>(lane < WARPS ? part_max[lane] : -BIG, lane < WARPS ? part_sum[lane] : 0.f);
 }
 
 // A row's columns: vectors of 16 bytes, and the few before and behind them.
@@ -165,7 +171,7 @@ __global__ void __cluster_dims__(WIDE_CLUSTER, 1, 1) __launch_bounds__(TOPK_THRE
     __syncthreads();
     if (tid < 32) {  // of the block: log-sum-exp and best
         const Total block = block_total<TOPK_WARPS>(part_max, part_sum, tid);
-        const uint64_t key = largest_key<TOPK_WARPS>(tid < TOPK_WARPS ? warp_best[tid] : 0);
+        const uint64_t key = largest_key(tid < TOPK_WARPS ? warp_best[tid] : 0);
         if (tid == 0) block_max = block.top, block_sum = block.sum, best = key;
     }
     cluster.sync();
@@ -173,8 +179,8 @@ __global__ void __cluster_dims__(WIDE_CLUSTER, 1, 1) __launch_bounds__(TOPK_THRE
         const uint64_t theirs = lane < WIDE_CLUSTER ? *cluster.map_shared_rank(&best, lane) : 0;
         const float m = lane < WIDE_CLUSTER ? *cluster.map_shared_rank(&block_max, lane) : -BIG;
         const float s = lane < WIDE_CLUSTER ? *cluster.map_shared_rank(&block_sum, lane) : 0.f;
-        const uint64_t key = largest_key<WIDE_CLUSTER>(theirs);
-        const Total all = together(m, s);
+        const uint64_t key = largest_key(theirs);
+        const Total all = together<WIDE_CLUSTER>(m, s);
         if (lane == 0) {
             const int c = (int)~(uint32_t)key;
             answer(log_probs, ids, extras, row_at, 1, 0, value_of((uint32_t)(key >> 32)) - (all.top + logf(all.sum)), c + (d2t ? __ldg(d2t + c) : 0));
@@ -187,6 +193,7 @@ __global__ void __cluster_dims__(WIDE_CLUSTER, 1, 1) __launch_bounds__(TOPK_THRE
 template <typename T, int THREADS, int CLUSTER>
 struct Held {
     static constexpr int EACH = Columns<T>::EACH, VECTORS = HELD_COLUMNS / (THREADS * CLUSTER * EACH);
+    static_assert(VECTORS * EACH <= 32);
     Columns<T> columns;
     int where;
     uint4 held[VECTORS];
@@ -217,7 +224,7 @@ struct Held {
         return total;
     }
 
-    __device__ __forceinline__ int column(int u) const { return columns.head + (where + u * THREADS * CLUSTER) * EACH; }  // first one of vector u
+    __device__ __forceinline__ int column(int i) const { return columns.head + (where + i / EACH * THREADS * CLUSTER) * EACH + i % EACH; }  // the i-th of the vectors
 
     __device__ __forceinline__ uint32_t lowest_of(uint32_t order) const {  // lowest column that has it
         int found = in_tail && order_of(behind) == order ? columns.tail + where : INT32_MAX;
@@ -225,15 +232,35 @@ struct Held {
         for (int u = VECTORS - 1; u >= 0; u--) {
             float x[EACH];
             unpack(held[u], columns.row, x);
-            if (column(u) < columns.tail)
+            if (column(u * EACH) < columns.tail)
 #pragma unroll
                 for (int j = EACH - 1; j >= 0; j--)
-                    if (order_of(x[j]) == order) found = column(u) + j;
+                    if (order_of(x[j]) == order) found = column(u * EACH + j);
         }
         return in_head && order_of(before) == order ? where : found;
     }
 
-    // use(value, column) of all columns, read again from the cache: a loop, because few threads enter it
+    // use(value, column) of the columns not below `least`: those are few, so what they hold is read again
+    template <typename Use>
+    __device__ __forceinline__ void reaching(float least, Use use) const {
+        const auto reaches = [&](float x) { return !(x < least); };  // NaN does
+        uint32_t which = 0;  // a bit a column
+#pragma unroll
+        for (int u = 0; u < VECTORS; u++) {
+            float x[EACH];
+            unpack(held[u], columns.row, x);
+#pragma unroll
+            for (int j = 0; j < EACH; j++) which |= reaches(x[j]) ? 1u << (u * EACH + j) : 0u;
+        }
+        for (; which; which &= which - 1) {
+            const int at = column(__ffs(which) - 1);
+            if (at < columns.tail) use(one(columns.row + at), at);
+        }
+        if (in_head && reaches(before)) use(before, where);
+        if (in_tail && reaches(behind)) use(behind, columns.tail + where);
+    }
+
+    // use(value, column) of all columns, read again from the cache: a loop, because it is seldom needed
     template <typename Use>
     __device__ __forceinline__ void each(Use use) const {
         if (in_head) use(before, where);
@@ -293,7 +320,7 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) dr
     wait<CLUSTER>();  // all blocks have started
     if (CLUSTER > 1) __syncthreads();
     if (tid < 32) {
-        const uint64_t key = largest_key<WARPS>(lane < WARPS ? warp_best[lane] : 0);
+        const uint64_t key = largest_key(lane < WARPS ? warp_best[lane] : 0);
         const int64_t id = lane == 0 ? id_of(d2t, key) : 0;  // on its way while the sums come together
         const Total block = block_total<WARPS>(part_max, part_sum, lane);
         if (CLUSTER == 1) {
@@ -305,8 +332,8 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) dr
     if (CLUSTER == 1 || rank != 0 || tid >= 32) return;  // nobody reads this block's memory; block 0 lives until its first warp is done
     wait<CLUSTER>();
     const Part part = lane < CLUSTER ? parts[lane] : Part{0, 0, -BIG, 0.f};
-    const uint64_t key = largest_key<CLUSTER>(part.key);
-    const Total all = together(part.top, part.sum);
+    const uint64_t key = largest_key(part.key);
+    const Total all = together<CLUSTER>(part.top, part.sum);
     if (lane < CLUSTER && part.key == key)  // keys are unique: one lane
         answer(log_probs, ids, extras, row_at, 1, 0, value_of((uint32_t)(key >> 32)) - (all.top + logf(all.sum)), part.id);
 }
@@ -388,7 +415,7 @@ __global__ void __cluster_dims__(WIDE_CLUSTER, 1, 1) __launch_bounds__(THREADS, 
         if (tid < 32) {
             const float m = tid < WIDE_CLUSTER ? *cluster.map_shared_rank(&block_max, tid) : -BIG;
             const float s = tid < WIDE_CLUSTER ? *cluster.map_shared_rank(&block_lse_sum, tid) : 0.f;
-            const Total row_total = together(m, s);
+            const Total row_total = together<WIDE_CLUSTER>(m, s);
             if (tid == 0) lse = row_total.top + logf(row_total.sum);
         }
         __syncthreads();
@@ -436,10 +463,10 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) dr
 #pragma unroll
     for (int step = 1; step < GROUP; step <<= 1) best = max(best, __shfl_xor_sync(~0u, best, step));
     if (member == 0) group_best[group] = best;
+    __syncthreads();
     const uint32_t largest = __reduce_max_sync(~0u, best);
     const float top = largest ? finite_shift(value_of(largest)) : -BIG, sum = warp_sum(mine.sum(top));
     if (lane == 0) part_max[tid / 32] = top, part_sum[tid / 32] = sum;
-    __syncthreads();
     auto over_group = [&](int number) {
 #pragma unroll
         for (int step = 1; step < GROUP; step <<= 1) number += __shfl_xor_sync(~0u, number, step);
@@ -457,11 +484,9 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) dr
     if (CLUSTER > 1) __syncthreads();
     const uint32_t floor = floor_here;
     if (order && order >= floor)
-        mine.each([&](float value, int column) {
-            const uint32_t o = order_of(value);
-            if (o < floor) return;
+        mine.reaching(value_of(floor), [&](float value, int column) {  // that of 0 is NaN, which all reach
             const int at = atomicAdd(&count, 1);
-            if (at < THREADS) candidates[at] = key_of(o, column);
+            if (at < THREADS) candidates[at] = key_of(order_of(value), column);
         });
     __syncwarp();
     if (tid < 32) {
@@ -504,10 +529,10 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) dr
                 const uint64_t key = key_of(order_of(value), column);
                 if (turn == 0 || key < last) next = max(next, key);
             });
-            next = largest_key<32>(next);
+            next = largest_key(next);
             if (lane == 0) warp_best[tid / 32] = next;
             __syncthreads();
-            last = largest_key<WARPS>(warp_best[lane % WARPS]);
+            last = largest_key(warp_best[lane % WARPS]);
             __syncthreads();
             if (tid == turn) found = last, place = turn, id = id_of(d2t, last);
             if (tid < CLUSTER) push(tid, turn, last);
@@ -517,7 +542,7 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) dr
     arrive<CLUSTER>();
     wait<CLUSTER>();
     if (tid < 32) {
-        const Total row = together(lane < CLUSTER ? tops[lane] : -BIG, lane < CLUSTER ? sums[lane] : 0.f);
+        const Total row = together<CLUSTER>(tops[lane % CLUSTER], sums[lane % CLUSTER]);
         if (lane == 0) lse = row.top + logf(row.sum);
     }
     if (tid / 32 * (32 / ANSWERING) < k) {
