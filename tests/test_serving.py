@@ -18,6 +18,7 @@ from aerie.capture_server import running_server
 from aerie.config import Config, load_config
 from aerie.errors import UserError
 from aerie.host_memory import needed_bytes, refuse_short_memory
+from aerie.records import loaded_models
 from aerie.report import write_json
 from aerie.servers import Server, server_env
 from cpu_tools import write_config
@@ -111,6 +112,24 @@ def test_other_options_beside_a_running_server_are_refused(config: Config) -> No
         assert serve(config).returncode == 0
         changed = serve(config, "--set", "server.env.MY_TOKEN=secret")
         assert changed.returncode == 2 and "MY_TOKEN is another" in changed.stderr and "secret" not in changed.stderr
+    finally:
+        server.close()
+
+
+def test_a_drafter_written_anew_under_a_running_server_is_refused(config: Config) -> None:
+    """The server would go on with the one it loaded, and a benchmark would measure that."""
+    server = FakeServer(config, "serving")
+    path = config.run.root / "serving.json"
+    try:
+        record = json.loads(path.read_text())
+        assert str(config.run.drafter) in loaded_models(record["command"])
+        write_json(path, record | {"models": loaded_models(record["command"])})
+        (config.run.drafter / "training.json").write_text("{}")  # what beside the model is written counts nothing
+        same = serve(config, "--background")
+        assert same.returncode == 0 and "already runs on" in same.stdout, same.stderr
+        os.utime(config.run.drafter / "config.json")
+        other = serve(config, "--background")
+        assert other.returncode == 2 and f"loaded {config.run.drafter} before it was written anew; end it with `make stop" in other.stderr, other.stderr
     finally:
         server.close()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Sequence
 
 from .paths import runs_dir
 
@@ -32,6 +32,17 @@ def read_record(path: Path, *keys: str) -> dict[str, Any] | None:
         return None
     whole = isinstance(record, dict) and all(key in record for key in keys) and all(type(record.get(key)) is int for key in ("pid", "start_ticks"))
     return record if whole and record["pid"] > 0 else None
+
+
+def loaded_models(command: Sequence[str]) -> dict[str, list[int]]:
+    """{folder: [bytes, newest change in nanoseconds] of its config.json and *.safetensors} for the models that a command starts SGLang with; a model that is no folder is left out."""
+    folders = {Path(value) for option, value in zip(command, command[1:]) if option in ("--model-path", "--speculative-draft-model-path")}
+    found = {}
+    for folder in folders:
+        files = [path.stat() for path in [*folder.glob("*.safetensors"), *folder.glob("config.json")]]
+        if files:
+            found[str(folder)] = [sum(file.st_size for file in files), max(file.st_mtime_ns for file in files)]
+    return found
 
 
 def server_on_port(port: int) -> tuple[str, str] | None:

@@ -6,6 +6,7 @@ from typing import Sequence
 
 from .config import Config
 from .errors import UserError
+from .records import loaded_models
 from .servers import Server, command_line, server_env
 
 NOT_OPTIONS = ("PYTHONPATH", "AERIE_ROOT", "SGLANG_HS_DUMP_OPS", "CUDA_VISIBLE_DEVICES")  # follow the caller's shell and what is built, not the config
@@ -33,6 +34,10 @@ def differences(config: Config, server: Server) -> list[str]:
 
 
 def refuse_other_options(config: Config, server: Server) -> None:
-    """Raise UserError where a running server was started with other options than the config's: it would go on serving those."""
+    """Raise UserError where a running server was started with other options than the config's, or its model or drafter was written anew since: it would go on serving those."""
     if found := differences(config, server):
         raise UserError(f"the running {server.mode} server of run {config.run.name!r} was started with other options: {'; '.join(found)}; end it with `make stop` first")
+    models, command = server.record.get("models"), server.record["command"]
+    for folder, now in loaded_models(command).items():
+        if isinstance(models, dict) and models.get(folder) != now:
+            raise UserError(f"the running {server.mode} server of run {config.run.name!r} loaded {folder} before it was written anew; end it with `make stop` first")

@@ -22,7 +22,7 @@ from .gpus import visible_devices
 from .nvidia import HANGS, ask
 from .paths import ROOT, python_path
 from .ports import another_listens, port_problem
-from .records import MODES, process_is, read_record, server_on_port, start_ticks
+from .records import MODES, loaded_models, process_is, read_record, server_on_port, start_ticks
 from .report import write_json
 from .signals import signals_held
 from .target import problem_with
@@ -348,6 +348,7 @@ class Server:
                 record = {
                     "pid": process.pid, "start_ticks": start_ticks(process.pid), "mode": mode, "url": url_of(config, mode), "log": str(log),
                     "command": argv, "env": server_env(config, mode) | (extra_env or {}), "model_path": config.model_path, "aux_layer_ids": config.target.aux_layer_ids, "dtype": config.extract.dtype, "started": time.time(),
+                    "models": loaded_models(argv),
                 }  # fmt: skip
                 write_json(cls.record_path(config, mode), record)
         except BaseException:  # a signal, or no room for the record: nobody would end it
