@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ctypes
 import re
 import shutil
 import subprocess
@@ -124,13 +125,22 @@ def test_session_table_marks_what_misses(tmp_path):
 
 
 def test_bench_finds_the_c_calls_of_an_op(monkeypatch):
-    """What bench.py launches back to back: the C function with the arguments that the op gave it, and nothing where the op made no such call."""
+    """What bench.py launches back to back: the C function with the arguments that the op gave it, as C takes them, and nothing where the op made no such call."""
     sys.path.insert(0, str(CUDA))
     import bench
     import torch
 
     seen: list[tuple] = []
-    library = types.SimpleNamespace(aerie_tree=lambda *arguments: seen.append(arguments) or 0)
+
+    class Tree:
+        argtypes = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]
+
+        def __call__(self, *arguments) -> int:
+            assert [type(argument) for argument in arguments] == self.argtypes
+            seen.append(tuple(argument.value for argument in arguments))
+            return 0
+
+    library = types.SimpleNamespace(aerie_tree=Tree())
     monkeypatch.setattr(bench, "load", lambda: library)
     monkeypatch.setattr(bench.ops, "call", lambda name, device, *arguments: seen.append(("usual", *arguments)))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=7))
