@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import ctypes
+import json
 import re
 import shutil
 import subprocess
