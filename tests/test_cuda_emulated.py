@@ -155,10 +155,12 @@ def test_fp8_rows(kernels, h):
         same(out, reference.dequantize_rows_fp8(want, want_scale, torch.bfloat16), 0, 0)
 
 
-BLOCKS_A_ROW = [(0, 8), (1, 8), (1, 2), (1, 1)]  # the kernel's number and its blocks a row
+def by_blocks(op: str, *kernels: tuple[int, int]):
+    """Parametrizes over kernels of top-k: the number of each and its blocks a row."""
+    return pytest.mark.parametrize("number, blocks", kernels, ids=[f"{VARIANTS[op][number]} by {blocks}" for number, blocks in kernels])
 
 
-@pytest.mark.parametrize("number, blocks", BLOCKS_A_ROW, ids=[f"{VARIANTS['topk'][number]} by {blocks}" for number, blocks in BLOCKS_A_ROW])
+@by_blocks("topk", (0, 8), (1, 8), (1, 2), (1, 1))
 @pytest.mark.parametrize("v", [1, 7, 1003, 32000])
 def test_topk_of_one(kernels, number, blocks, v):
     n = 2
@@ -177,7 +179,7 @@ def test_topk_of_one(kernels, number, blocks, v):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
 @pytest.mark.parametrize("v, k", [(5003, 8), (32000, 8), (32768, 5), (131, 32), (9, 7), (20000, 32), (2, 2)])
-@pytest.mark.parametrize("number, blocks", [*BLOCKS_A_ROW, (1, 4)], ids=[f"{VARIANTS['topk_ranked'][number]} by {blocks}" for number, blocks in [*BLOCKS_A_ROW, (1, 4)]])
+@by_blocks("topk_ranked", (0, 8), (1, 8), (1, 2), (1, 1), (1, 4))
 def test_topk_ranked(kernels, number, blocks, v, k, dtype):
     """Ties, sorted rows and infinities in one batch; the rows lie off 16 bytes where the width does."""
     logits, d2t = torch.randn(6, v), torch.randint(0, 9, (v,)).cumsum(0)

@@ -91,9 +91,9 @@ __device__ __forceinline__ void wait_for_earlier() {
     cudaGridDependencySynchronize();
 }
 
-// kernel<<<blocks, threads, bytes, stream>>>, where wanted launched early (programmatic launch). Answers the CUDA error.
+// kernel<<<blocks, threads, bytes, stream>>>, launched early (programmatic launch). Answers the CUDA error.
 template <typename... Parameters, typename... Arguments>
-int launch_if(bool early_too, void (*kernel)(Parameters...), dim3 blocks, int threads, size_t bytes, cudaStream_t stream, Arguments... arguments) {
+int launch(void (*kernel)(Parameters...), dim3 blocks, int threads, size_t bytes, cudaStream_t stream, Arguments... arguments) {
     cudaLaunchAttribute early{};
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
@@ -103,15 +103,10 @@ int launch_if(bool early_too, void (*kernel)(Parameters...), dim3 blocks, int th
     config.dynamicSmemBytes = bytes;
     config.stream = stream;
     config.attrs = &early;
-    config.numAttrs = early_too ? 1 : 0;
+    config.numAttrs = 1;
     const cudaError_t code = cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
     if (code) cudaGetLastError();  // it is answered, and is nobody else's
     return code;
-}
-
-template <typename... Parameters, typename... Arguments>
-int launch(void (*kernel)(Parameters...), dim3 blocks, int threads, size_t bytes, cudaStream_t stream, Arguments... arguments) {
-    return launch_if(true, kernel, blocks, threads, bytes, stream, arguments...);
 }
 
 int choice(int op);  // what aerie_choose was told (library.cu)

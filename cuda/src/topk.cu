@@ -567,18 +567,18 @@ int launch_topk(const void* logits, int64_t stride, const int64_t* d2t, int64_t 
     const bool fits_held = v <= HELD_COLUMNS;
     const int variant = pick(k > 1 ? AERIE_TOPK_RANKED : AERIE_TOPK, fits_held ? 1 : 0, [&](int number) { return number == 0 || fits_held; });
     if (variant < 0) return cudaErrorInvalidValue;
-    const auto one = [&](auto kernel, int threads, int cluster) { return launch(kernel, (unsigned)n * cluster, threads, 0, stream, in, stride, d2t, (int)v, log_probs, ids, extras); };
+    const auto single = [&](auto kernel, int threads, int cluster) { return launch(kernel, (unsigned)n * cluster, threads, 0, stream, in, stride, d2t, (int)v, log_probs, ids, extras); };
     const auto several = [&](auto kernel, int threads, int cluster) {
         return launch(kernel, (unsigned)n * cluster, threads, 0, stream, in, stride, d2t, (int)v, k, log_probs, ids, extras);
     };
     if (variant == 1) {  // as many blocks as there are multiprocessors, and many threads in a block: each warp has work of its own beside that of its columns
         const int64_t most = multiprocessors();
-        if (k == 1) return n * 8 <= most ? one(draft_best_push<T, 256, 8>, 256, 8) : n * 2 <= most ? one(draft_best_push<T, 1024, 2>, 1024, 2) : one(draft_best_push<T, 1024, 1>, 1024, 1);
+        if (k == 1) return n * 8 <= most ? single(draft_best_push<T, 256, 8>, 256, 8) : n * 2 <= most ? single(draft_best_push<T, 1024, 2>, 1024, 2) : single(draft_best_push<T, 1024, 1>, 1024, 1);
         if (n * 16 <= most) return several(draft_topk_filtered<T, 512, 8>, 512, 8);
         if (n * 8 <= most) return several(draft_topk_filtered<T, 512, 4>, 512, 4);
         return n * 2 <= most ? several(draft_topk_filtered<T, 1024, 2>, 1024, 2) : several(draft_topk_filtered<T, 1024, 1>, 1024, 1);
     }
-    if (k == 1) return one(draft_best<T>, TOPK_THREADS, WIDE_CLUSTER);
+    if (k == 1) return single(draft_best<T>, TOPK_THREADS, WIDE_CLUSTER);
     // at most 24 columns a thread in vectors and 2 beside them
     if (v <= WIDE_CLUSTER * 256 * 24) return several(draft_topk<T, 256>, 256, WIDE_CLUSTER);
     if (v <= WIDE_CLUSTER * 1024 * 24) return several(draft_topk<T, 1024>, 1024, WIDE_CLUSTER);
